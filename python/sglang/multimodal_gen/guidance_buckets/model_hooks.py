@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hooks that mend what upstream's models need on this host."""
+
+from typing import Any
+
+import torch
+
+
+def supply_cpu_ops(*_args, **_kwargs) -> None:
+    """BEFORE CPUWorker.__init__."""
+    from sglang.multimodal_gen.runtime.layers.cpu_norm_ops import register_missing_ops
+
+    register_missing_ops()
+
+
+def stack_image_features(original, image_features: Any):
+    """AROUND pooled_image_features_to_tensor.
+
+    transformers 5.19 pools to one (C, H, W) tensor an image, of different sizes, and its
+    tokenizer of images takes that list; upstream would concatenate them.
+    """
+    pooled = getattr(image_features, "pooler_output", None)
+    features = image_features if pooled is None else pooled
+    if isinstance(features, (list, tuple)) and all(
+        isinstance(feature, torch.Tensor) and feature.ndim == 3 for feature in features
+    ):
+        return features
+    return original(image_features)

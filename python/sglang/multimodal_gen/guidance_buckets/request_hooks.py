@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hooks on a request's way in: its guidance fields, validated once and put into `Req.extra`."""
+
+import json
+from contextvars import ContextVar
+from typing import Any
+
+from sglang.multimodal_gen.configs.guidance import REQUEST_FIELDS, guidance_is_on
+
+# the guidance fields of the multipart request that this task serves
+_form_fields: ContextVar[dict[str, Any]] = ContextVar("guidance_form_fields", default={})
+
+
+# --- OpenAI API ---------------------------------------------------------------------------------
+
+
+def json_fields(kwargs: dict[str, Any], request: Any, *_args, **_kwargs) -> None:
+    """AFTER request_model_kwargs: its result is passed on as sampling params' keywords."""
+    from sglang.multimodal_gen.runtime.entrypoints.openai.utils import request_extra_value
+
+    for name in REQUEST_FIELDS:
+        value = request_extra_value(request, name)
+        if value is not None:
+            kwargs[name] = value
+
+
+async def remember_form_fields(original, request: Any, prompt: str, *, task: str, **kwargs) -> str:
+    """AROUND maybe_enhance_prompt: the one earlier call of the edits route with the raw request."""
+    if task == "image_edit":
+        _form_fields.set(form_fields(await request.form()))
+    return await original(request, prompt, task=task, **kwargs)
+
+
+def form_fields(form: Any) -> dict[str, Any]:
+    """The guidance fields of a form, where every value is text; a list may repeat ``name[]``."""
+    fields: dict[str, Any] = {}
+    for name in REQUEST_FIELDS:
+        values = form.getlist(name) + form.getlist(f"{name}[]")
+        if len(values) > 1 or f"{name}[]" in form:
+            fields[name] = [_json_or_text(value) for value in values]
+        elif values and name == "guidance_buckets":
+            fields[name] = _json_or_text(values[0])
+        elif values:
+            fields[name] = values[0]
+    return fields
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def add_form_fields(original, request_id: str, **kwargs):
+    """AROUND image_api._build_request_sampling_params, which both image routes call."""
+    return original(request_id, **_form_fields.get(), **kwargs)
+
+
+# --- every way in -------------------------------------------------------------------------------
+
+
+def build_sampling_params(original, model_path: str, server_args: Any, *args, **kwargs):
+    """AROUND SamplingParams.from_user_sampling_params_args.
+
+    Upstream's classes do not know the guidance fields, so they are taken out, and validated when
+    the rest is complete. Raises GuidanceError, a ValueError: the API answers 400 with its text.
+    """
+    from sglang.multimodal_gen.runtime.guidance.requests import request_options
+
+    fields = {name: kwargs.pop(name) for name in REQUEST_FIELDS if name in kwargs}
+    sampling_params = original(model_path, server_args, *args, **kwargs)
+    if fields or guidance_is_on(server_args):
+        sampling_params._guidance = request_options(sampling_params, server_args, fields)
+    return sampling_params
+
+
+def cli_fields(cli_args: dict[str, Any], cls: type, args: Any) -> None:
+    """AFTER SamplingParams.get_cli_args: in `sglang generate` flags and config are one request's."""
+    from sglang.multimodal_gen.runtime.server_args import ServerArgs
+
+    given = vars(args)
+    if given.get("config"):
+        given = ServerArgs.load_config_file(given["config"]) | {
+            name: value for name, value in given.items() if value is not None
+        }
+    if not given.get("guidance_buckets"):
+        return
+    for name in REQUEST_FIELDS:
+        if given.get(name) is not None:
+            cli_args[name] = given[name]
+
+
+def keep_options(sampling_params: Any, sampling_params_orig: Any, *_args, **_kwargs) -> None:
+    """AFTER _replace_sampling_params_for_prompt, which copies dataclass fields only."""
+    sampling_params._guidance = getattr(sampling_params_orig, "_guidance", None)
+
+
+def attach_to_request(req: Any, server_args: Any, sampling_params: Any, *_args, **_kwargs) -> None:
+    """AFTER prepare_request."""
+    options = getattr(sampling_params, "_guidance", None)
+    if options is not None:
+        from sglang.multimodal_gen.runtime.guidance.requests import attach_options
+
+        attach_options(req, options)
+
+
+def replan_warmup(_result: None, req: Any, *_args, **_kwargs) -> None:
+    """AFTER Req.set_as_warmup, on every rank alike."""
+    from sglang.multimodal_gen.runtime.guidance.plan import OPTIONS_KEY
+    from sglang.multimodal_gen.runtime.guidance.requests import replan_as_warmup
+
+    if OPTIONS_KEY in req.extra:
+        replan_as_warmup(req)

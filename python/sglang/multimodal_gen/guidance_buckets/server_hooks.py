@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hooks at start-up and in the scheduler: flags, the pipeline's stages, plans, metrics."""
+
+import argparse
+import json
+from dataclasses import asdict
+from typing import Any
+
+from sglang.multimodal_gen.configs.guidance import (
+    BUCKET_MODES,
+    CURVE_FORMS,
+    MAX_BUCKETS,
+    ROW_MODES,
+    GuidanceConfig,
+    GuidanceError,
+    check_buckets,
+    guidance_is_on,
+    parse_curve,
+)
+from sglang.multimodal_gen.guidance_buckets.wiring import require_hooks
+
+# argument name -> attribute of GuidanceConfig
+_ARGUMENTS = {
+    "guidance_buckets": "buckets",
+    "guidance_curve": "curve",
+    "guidance_bucket_mode": "bucket_mode",
+    "guidance_rows": "rows",
+}
+
+
+# --- flags --------------------------------------------------------------------------------------
+
+
+def add_flags(_parser: Any, parser: argparse.ArgumentParser) -> None:
+    """AFTER ServerArgs.add_cli_args. The defaults are None: only what a user gives is passed on."""
+    group = parser.add_argument_group("guidance buckets")
+    group.add_argument(
+        "--guidance-buckets",
+        type=_bucket_count,
+        metavar="N",
+        help="Cut each request's guidance curve into N buckets of denoising steps and skip the "
+        f"forwards that a scale of 1 or 0 makes needless. 0 (default) to {MAX_BUCKETS}; 0 is off.",
+    )
+    group.add_argument(
+        "--guidance-curve",
+        type=_curve,
+        metavar="CURVE",
+        help="Curve of requests that name none (default: constant). One of "
+        f"{', '.join(CURVE_FORMS)}, or a JSON list with one scale a step; linear, cosine, front, "
+        "peak and interval also go without numbers and then follow the request's scale.",
+    )
+    group.add_argument(
+        "--guidance-bucket-mode",
+        choices=BUCKET_MODES,
+        help="Inside a bucket the scale is constant (default) or runs linearly.",
+    )
+    group.add_argument(
+        "--guidance-rows",
+        choices=ROW_MODES,
+        help="Run both branches of a step as one packed forward, as split forwards, or packed "
+        "where it costs nothing (auto, default).",
+    )
+
+
+def _bucket_count(text: str) -> int:
+    try:
+        buckets = check_buckets(int(text), field="--guidance-buckets", lowest=0)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"wanted a whole number from 0 to {MAX_BUCKETS}, got {text!r}"
+        ) from None
+    if buckets:
+        require_hooks()  # here too: the hook that reads this flag may be the one that is missing
+    return buckets
+
+
+def _curve(text: str) -> str:
+    try:
+        parse_curve(text)
+    except GuidanceError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def from_dict(original, cls, kwargs: dict[str, Any]):
+    """AROUND ServerArgs.from_dict: upstream drops keys that it does not know."""
+    given, rest = _split(kwargs)
+    return _with_guidance(original(cls, rest), given)
+
+
+def from_kwargs(original, cls, **kwargs: Any):
+    """AROUND ServerArgs.from_kwargs: upstream raises on keys that it does not know."""
+    given, rest = _split(kwargs)
+    return _with_guidance(original(cls, **rest), given)
+
+
+def _split(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Our arguments, those that were given, and everything else."""
+    given = {name: kwargs[name] for name in _ARGUMENTS if kwargs.get(name) is not None}
+    return given, {name: value for name, value in kwargs.items() if name not in _ARGUMENTS}
+
+
+def _with_guidance(server_args: Any, given: dict[str, Any]):
+    """Set every ``guidance_*`` attribute of `server_args`, checked."""
+    if isinstance(given.get("guidance_curve"), list):  # from a config file
+        given["guidance_curve"] = json.dumps(given["guidance_curve"])
+    config = GuidanceConfig(**{_ARGUMENTS[name]: value for name, value in given.items()})
+    if config.buckets:
+        from sglang.multimodal_gen.runtime.guidance.support import check_server_args
+
+        require_hooks()
+        check_server_args(server_args)
+    elif idle := [name for name in given if name != "guidance_buckets"]:
+        flag = "--" + idle[0].replace("_", "-")
+        raise GuidanceError(flag, given[idle[0]], "--guidance-buckets N beside it, N > 0")
+    for name, value in zip(_ARGUMENTS, asdict(config).values()):
+        setattr(server_args, name, value)
+    return server_args
+
+
+# --- workers ------------------------------------------------------------------------------------
+
+
+def bucketize_pipeline(pipeline: Any, server_args: Any) -> None:
+    """AFTER build_pipeline. Raises GuidanceUnsupported for a pipeline that cannot obey plans."""
+    if not guidance_is_on(server_args):
+        return
+    from sglang.multimodal_gen.runtime.guidance.support import denoising_stages
+    from sglang.multimodal_gen.runtime.pipelines_core.stages.bucketized_denoising import (
+        bucketize_stage,
+    )
+
+    for stage in denoising_stages(pipeline):
+        bucketize_stage(stage)
+
+
+def plan_received_requests(items: list, identity: bytes, reqs: Any) -> None:
+    """AFTER Scheduler._normalize_received_payload, which runs on rank 0 before the broadcast."""
+    from sglang.multimodal_gen.runtime.guidance.requests import attach_plan
+    from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req
+    from sglang.multimodal_gen.runtime.server_args import get_global_server_args
+
+    server_args = get_global_server_args()
+    if not guidance_is_on(server_args):
+        return
+    for _, item in items:
+        for req in item if isinstance(item, list) else [item]:
+            if isinstance(req, Req):
+                attach_plan(req, server_args)
+
+
+def sign_guidance(signature: tuple | None, scheduler: Any, req: Any) -> tuple | None:
+    """AFTER Scheduler._build_dynamic_batch_signature."""
+    from sglang.multimodal_gen.runtime.guidance.plan import OPTIONS_KEY
+
+    if signature is None or OPTIONS_KEY not in req.extra:
+        return None  # leaves the result as it is
+    return signature + ((OPTIONS_KEY, json.dumps(req.extra[OPTIONS_KEY], sort_keys=True)),)
+
+
+def add_forward_counter(metrics: Any, server_args: Any, *_args, **_kwargs) -> None:
+    """AFTER init_metrics, on replica leaders of a server with --enable-metrics."""
+    if metrics is None or not guidance_is_on(server_args):
+        return
+    from prometheus_client import Counter
+
+    counter = Counter(
+        "sglang:diffusion_guidance_forwards_total",
+        "DiT rows run for answered requests, by classifier-free guidance branch.",
+        ("role", "replica", "branch"),
+    )
+    metrics.guidance_forwards = lambda branch: counter.labels(*metrics._labels, branch)

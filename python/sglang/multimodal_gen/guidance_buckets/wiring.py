@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one table of every hook into upstream, and the plugin callbacks that register it.
+
+Nothing of the runtime is imported here at module scope: plugins load before the platform is up.
+Hooks are named by string and import what they need when they are first called.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+_GEN = "sglang.multimodal_gen"
+_HOOKS = f"{_GEN}.guidance_buckets"
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One place where this project joins upstream.
+
+    Attributes:
+        target: dotted path of the upstream function, method or class.
+        kind: ``before``, ``after``, ``around`` or ``replace``.
+        function: ``module:name`` of ours, under this package.
+        parameters: those of the target that our function relies on, by name.
+        purpose: what the hook is for.
+    """
+
+    target: str
+    kind: str
+    function: str
+    parameters: tuple[str, ...]
+    purpose: str
+
+    def resolve(self) -> Any:
+        module, name = self.function.split(":")
+        return getattr(importlib.import_module(f"{_HOOKS}.{module}"), name)
+
+
+GUIDANCE_HOOKS = (
+    Hook(
+        f"{_GEN}.runtime.server_args.server_args.ServerArgs.add_cli_args",
+        "after",
+        "server_hooks:add_flags",
+        ("parser",),
+        "the --guidance-* flags",
+    ),
+    Hook(
+        f"{_GEN}.runtime.server_args.server_args.ServerArgs.from_dict",
+        "around",
+        "server_hooks:from_dict",
+        ("kwargs",),
+        "flags and config file: keep the --guidance-* values, check them",
+    ),
+    Hook(
+        f"{_GEN}.runtime.server_args.server_args.ServerArgs.from_kwargs",
+        "around",
+        "server_hooks:from_kwargs",
+        ("kwargs",),
+        "DiffGenerator: the same for Python keywords",
+    ),
+    Hook(
+        f"{_GEN}.runtime.pipelines_core.build_pipeline",
+        "after",
+        "server_hooks:bucketize_pipeline",
+        ("server_args",),
+        "make the denoising stage obey plans, or refuse to start",
+    ),
+    Hook(
+        f"{_GEN}.runtime.managers.scheduler.Scheduler._normalize_received_payload",
+        "after",
+        "server_hooks:plan_received_requests",
+        ("identity", "reqs"),
+        "make each request's plan on rank 0, before the request is broadcast",
+    ),
+    Hook(
+        f"{_GEN}.runtime.managers.scheduler.Scheduler._build_dynamic_batch_signature",
+        "after",
+        "server_hooks:sign_guidance",
+        ("self", "req"),
+        "only requests of equal guidance are merged by dynamic batching",
+    ),
+    Hook(
+        f"{_GEN}.runtime.pipelines_core.schedule_batch.Req.set_as_warmup",
+        "after",
+        "request_hooks:replan_warmup",
+        ("self", "warmup_steps"),
+        "a plan for a warm-up copy's fewer steps",
+    ),
+    Hook(
+        f"{_GEN}.runtime.observability.metrics.init_metrics",
+        "after",
+        "server_hooks:add_forward_counter",
+        ("server_args",),
+        "count DiT rows by branch in /metrics",
+    ),
+    Hook(
+        f"{_GEN}.configs.sample.sampling_params.SamplingParams.from_user_sampling_params_args",
+        "around",
+        "request_hooks:build_sampling_params",
+        ("model_path", "server_args"),
+        "take the guidance fields out of a request and validate them",
+    ),
+    Hook(
+        f"{_GEN}.configs.sample.sampling_params.SamplingParams.get_cli_args",
+        "after",
+        "request_hooks:cli_fields",
+        ("args",),
+        "sglang generate: the --guidance-* flags are the request's own",
+    ),
+    Hook(
+        f"{_GEN}.runtime.entrypoints.diffusion_generator._replace_sampling_params_for_prompt",
+        "after",
+        "request_hooks:keep_options",
+        ("sampling_params_orig",),
+        "several prompts of one call share its guidance",
+    ),
+    Hook(
+        f"{_GEN}.runtime.entrypoints.utils.prepare_request",
+        "after",
+        "request_hooks:attach_to_request",
+        ("server_args", "sampling_params"),
+        "write the options into Req.extra, ask for an uncond branch where a step needs it",
+    ),
+    Hook(
+        f"{_GEN}.runtime.entrypoints.openai.utils.request_model_kwargs",
+        "after",
+        "request_hooks:json_fields",
+        ("request", "sampling_params_cls", "api"),
+        "read the guidance fields of a JSON request",
+    ),
+    Hook(
+        f"{_GEN}.runtime.entrypoints.openai.prompt_enhancement.maybe_enhance_prompt",
+        "around",
+        "request_hooks:remember_form_fields",
+        ("request", "prompt", "enabled", "task", "image_paths"),
+        "read the guidance fields of a multipart request",
+    ),
+    Hook(
+        f"{_GEN}.runtime.entrypoints.openai.image_api._build_request_sampling_params",
+        "around",
+        "request_hooks:add_form_fields",
+        ("request_id", "kwargs"),
+        "hand them to the request's sampling params",
+    ),
+    Hook(
+        f"{_GEN}.runtime.entrypoints.openai.protocol.ImageResponse",
+        "replace",
+        "image_response:ImageResponse",
+        (),
+        "the response model with a guidance object",
+    ),
+    Hook(
+        f"{_GEN}.runtime.entrypoints.openai.image_api._build_image_response_kwargs",
+        "after",
+        "response_hooks:add_report",
+        ("result",),
+        "say in the response what was run",
+    ),
+    Hook(
+        f"{_GEN}.runtime.utils.perf_logger.RequestMetrics.to_dict",
+        "after",
+        "response_hooks:report_in_metrics",
+        ("self",),
+        "the same in GenerationResult.metrics",
+    ),
+    Hook(
+        f"{_GEN}.runtime.pipelines_core.stages.model_specific_stages.glm_image"
+        ".pooled_image_features_to_tensor",
+        "around",
+        "model_hooks:stack_image_features",
+        ("image_features",),
+        "image-to-image in one process: transformers returns a list of (C, H, W) features",
+    ),
+)
+
+CPU_OPS_HOOKS = (
+    Hook(
+        f"{_GEN}.runtime.managers.cpu_worker.CPUWorker.__init__",
+        "before",
+        "model_hooks:supply_cpu_ops",
+        ("self",),
+        "two fused norms that the published wheel lacks on CPU",
+    ),
+)
+
+
+class _LazyHook:
+    """Resolves a hook's function at its first call."""
+
+    def __init__(self, hook: Hook):
+        self._hook = hook
+        self._function: Callable | None = None
+
+    def __call__(self, *args, **kwargs):
+        if self._function is None:
+            self._function = self._hook.resolve()
+        return self._function(*args, **kwargs)
+
+
+def register_guidance() -> None:
+    """Entry point ``guidance_buckets`` of ``sglang.multimodal_gen.plugins``."""
+    _register(GUIDANCE_HOOKS)
+
+
+def register_cpu_ops() -> None:
+    """Entry point ``cpu_norm_ops`` of ``sglang.multimodal_gen.plugins``.
+
+    Apart from the other, so that a CPU host can run upstream alone with the two ops.
+    """
+    _register(CPU_OPS_HOOKS)
+
+
+def _register(hooks: tuple[Hook, ...]) -> None:
+    from sglang.multimodal_gen.runtime.platforms.plugins import HookRegistry, HookType
+
+    for hook in hooks:
+        # a class must be there when it is registered: upstream tells it from a function
+        function = hook.resolve() if hook.kind == "replace" else _LazyHook(hook)
+        HookRegistry.register(hook.target, function, HookType(hook.kind))
+
+
+class HookNotApplied(RuntimeError):
+    """Guidance buckets were asked for and a hook is missing: an upstream that changed."""
+
+
+def require_hooks() -> None:
+    """Raise `HookNotApplied`, naming every hook of `GUIDANCE_HOOKS` that upstream did not take."""
+    from sglang.multimodal_gen.runtime.platforms.plugins import HookRegistry
+
+    missing = [hook for hook in GUIDANCE_HOOKS if hook.target not in HookRegistry._patched]
+    if missing:
+        raise HookNotApplied(
+            "--guidance-buckets cannot be used with this version of sglang; not applied: "
+            + "; ".join(f"{hook.target} ({hook.purpose})" for hook in missing)
+        )

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a request's fields to its options, and from those to its plan."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from sglang.multimodal_gen.configs.guidance import (
+    REQUEST_FIELDS,
+    GuidanceConfig,
+    GuidanceOptions,
+    parse_curve,
+    resolve_options,
+)
+from sglang.multimodal_gen.runtime.guidance.plan import OPTIONS_KEY, PLAN_KEY, BucketPlan
+from sglang.multimodal_gen.runtime.guidance.support import check_request
+
+
+def server_guidance(server_args: Any) -> GuidanceConfig:
+    """The server's settings; all off where the flags never reached `server_args`."""
+    return GuidanceConfig(
+        buckets=getattr(server_args, "guidance_buckets", 0),
+        curve=getattr(server_args, "guidance_curve", "constant"),
+        bucket_mode=getattr(server_args, "guidance_bucket_mode", "constant"),
+        rows=getattr(server_args, "guidance_rows", "auto"),
+    )
+
+
+def request_options(
+    sampling_params: Any, server_args: Any, fields: Mapping[str, Any]
+) -> GuidanceOptions | None:
+    """Validate a request's guidance and resolve it; None on a server without guidance buckets.
+
+    Args:
+        sampling_params: complete, its step count final.
+        fields: the guidance fields that the request names.
+
+    Raises:
+        GuidanceError: for anything that cannot be honoured. The API answers 400 with its text.
+    """
+    config = server_guidance(server_args)
+    scale = server_args.pipeline_config.get_classifier_free_guidance_scale(
+        sampling_params, sampling_params.guidance_scale
+    )
+    scale_field = "true_cfg_scale" if scale == sampling_params.true_cfg_scale else "guidance_scale"
+    uses_cfg = sampling_params.should_use_classifier_free_guidance()
+    options = resolve_options(
+        fields,
+        config,
+        scale=scale,
+        scale_is_named=scale_field in getattr(sampling_params, "_explicit_fields", ()),
+        plain_cfg_scale=scale if uses_cfg else 1.0,
+    )
+    if not config.buckets:
+        return None
+    check_request(
+        sampling_params,
+        names_guidance=any(fields.get(name) is not None for name in REQUEST_FIELDS),
+        scales=options.schedule(sampling_params.num_inference_steps).scales,
+    )
+    return options
+
+
+def attach_options(req: Any, options: GuidanceOptions) -> None:
+    """Put the options where they travel, and ask for an uncond branch where a step needs it."""
+    req.extra[OPTIONS_KEY] = options.to_dict()
+    schedule = options.schedule(req.num_inference_steps)
+    req.do_classifier_free_guidance = any(scale != 1 for scale in schedule.scales)
+
+
+def attach_plan(req: Any, server_args: Any) -> None:
+    """Make the request's plan. On rank 0, before the request is broadcast to the others.
+
+    Requests that no API built (warm-up) carry no options yet and get the server's.
+    """
+    if OPTIONS_KEY not in req.extra:
+        # a list fits one step count, and a warm-up's is its own
+        fits = parse_curve(server_args.guidance_curve).num_steps in (None, req.num_inference_steps)
+        fields = {} if fits else {"guidance_curve": "constant"}
+        attach_options(req, request_options(req.sampling_params, server_args, fields))
+    _make_plan(req)
+
+
+def replan_as_warmup(req: Any) -> None:
+    """A warm-up copy has fewer steps than the request that it was copied from."""
+    attach_options(req, GuidanceOptions(**req.extra[OPTIONS_KEY]).without_step_list())
+    _make_plan(req)
+
+
+def _make_plan(req: Any) -> None:
+    options = GuidanceOptions(**req.extra[OPTIONS_KEY])
+    plan = BucketPlan.for_request(
+        str(req.request_id),
+        max(1, int(req.num_outputs_per_prompt or 1)),
+        options.schedule(req.num_inference_steps),
+    )
+    req.extra[PLAN_KEY] = plan.to_dict()

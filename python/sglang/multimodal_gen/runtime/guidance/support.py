@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What guidance buckets combine with. Everything else is refused here, by name."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from sglang.multimodal_gen.configs.guidance import GuidanceError
+
+# What `BucketizedDenoisingMixin` builds on; a stage with its own version of one runs another loop.
+_LOOP_METHODS = (
+    "forward",
+    "_denoise",
+    "_run_denoising_loop",
+    "_before_denoising_loop",
+    "_run_denoising_step",
+    "_predict_noise_with_cfg",
+    "_predict_noise",
+    "_finalize_denoising_loop",
+)
+
+
+class GuidanceUnsupported(ValueError):
+    """The server cannot run guidance buckets; the message names what stands in the way."""
+
+
+def check_server_args(server_args: Any) -> None:
+    """Refuse what is known to stand in the way before a model is loaded.
+
+    Raises:
+        GuidanceUnsupported: naming every obstacle.
+    """
+    _raise_for(list(_server_obstacles(server_args)))
+
+
+def _server_obstacles(server_args: Any) -> Iterator[str]:
+    from sglang.multimodal_gen import envs
+    from sglang.multimodal_gen.runtime.disaggregation.roles import RoleType
+    from sglang.multimodal_gen.runtime.server_args.server_args import Backend
+
+    if server_args.backend == Backend.DIFFUSERS:
+        yield "--backend diffusers (the native backend is needed)"
+    if server_args.comfyui_mode:
+        yield "--comfyui-mode (ComfyUI owns the sampler loop)"
+    if server_args.disagg_role != RoleType.MONOLITHIC:
+        yield f"--disagg-role {server_args.disagg_role.value}"
+    if server_args.enable_breakable_cuda_graph:
+        yield "--enable-breakable-cuda-graph (its graphs hold one forward a branch)"
+    if envs.SGLANG_CACHE_DIT_ENABLED:
+        yield "SGLANG_CACHE_DIT_ENABLED (Cache-DiT counts forwards that buckets leave out)"
+    if envs.SGLANG_DIFFUSION_CFG_GATE_STEP < 1:
+        yield "SGLANG_DIFFUSION_CFG_GATE_STEP (use a curve instead)"
+
+
+def denoising_stages(pipeline: Any) -> list[Any]:
+    """The pipeline's stages that denoise, seen through a wrapper that routes by request.
+
+    Raises:
+        GuidanceUnsupported: where a stage or the model does not run the plain loop.
+    """
+    from sglang.multimodal_gen.runtime.pipelines_core.stages.denoising import DenoisingStage
+
+    # a router hands requests at full resolution to its standard stage
+    candidates = [getattr(stage, "standard_stage", stage) for stage in pipeline.stages]
+    stages = [stage for stage in candidates if isinstance(stage, DenoisingStage)]
+    obstacles = [obstacle for stage in stages for obstacle in _stage_obstacles(stage)]
+    if not stages:
+        obstacles.append(f"{type(pipeline).__name__} has no denoising stage of the common kind")
+    obstacles += _policy_obstacles(pipeline.server_args.pipeline_config)
+    _raise_for(obstacles)
+    return stages
+
+
+def _stage_obstacles(stage: Any) -> Iterator[str]:
+    from sglang.multimodal_gen.runtime.pipelines_core.stages.denoising import DenoisingStage
+
+    cls = type(stage)
+    own = [name for name in _LOOP_METHODS if getattr(cls, name) is not getattr(DenoisingStage, name)]
+    if own:
+        yield f"{cls.__name__} has a loop of its own ({', '.join(own)})"
+    if stage.transformer_2 is not None:
+        yield f"{cls.__name__} has two transformers"
+
+
+def _policy_obstacles(pipeline_config: Any) -> Iterator[str]:
+    from sglang.multimodal_gen.runtime.distributed.cfg_policy import CFGPolicy
+
+    policy = type(pipeline_config.cfg_policy)
+    if policy is not CFGPolicy:
+        yield f"{type(pipeline_config).__name__} combines its branches in its own way ({policy.__name__})"
+
+
+def _raise_for(obstacles: list[str]) -> None:
+    if obstacles:
+        raise GuidanceUnsupported(
+            "--guidance-buckets does not combine with " + "; ".join(obstacles)
+        )
+
+
+def check_request(sampling_params: Any, *, names_guidance: bool, scales: tuple[float, ...]) -> None:
+    """Refuse what one request cannot combine with guidance buckets.
+
+    Args:
+        names_guidance: whether the request names a guidance field itself.
+        scales: of its steps.
+
+    Raises:
+        GuidanceError: naming the field.
+    """
+    wanted = "it off on a server with --guidance-buckets"
+    gate = sampling_params.cfg_gate_step
+    if gate is not None and gate < 1:
+        raise GuidanceError("cfg_gate_step", gate, f"{wanted} (use guidance_curve)")
+    for field in ("enable_teacache", "enable_cache_dit", "enable_spectrum", "rollout"):
+        if getattr(sampling_params, field):
+            raise GuidanceError(field, True, wanted)
+    if sampling_params.progressive_mode not in (None, "fullres"):
+        raise GuidanceError(
+            "progressive_mode", sampling_params.progressive_mode, f"'fullres': {wanted}"
+        )
+    if names_guidance and _names_ignored_negative_prompt(sampling_params):
+        raise GuidanceError(
+            "negative_prompt",
+            sampling_params.negative_prompt,
+            "none beside a guidance field: GLM-Image has no negative prompt",
+        )
+    if sampling_params.negative_prompt is None and any(scale != 1 for scale in scales):
+        raise GuidanceError(
+            "negative_prompt", None, "a text (it may be empty) where a guidance scale is not 1"
+        )
+
+
+def _names_ignored_negative_prompt(sampling_params: Any) -> bool:
+    from sglang.multimodal_gen.configs.sample.glmimage import GlmImageSamplingParams
+
+    # the default of this field is some text, which GLM-Image ignores too: only a named one counts
+    return (
+        isinstance(sampling_params, GlmImageSamplingParams)
+        and "negative_prompt" in sampling_params._explicit_fields
+        and bool((sampling_params.negative_prompt or "").strip())
+    )

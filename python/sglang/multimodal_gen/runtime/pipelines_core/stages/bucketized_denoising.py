@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A denoising stage that obeys a bucket plan: each step at its own scale, with its own rows."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from sglang.multimodal_gen.configs.guidance import (
+    COND_BRANCH,
+    UNCOND_BRANCH,
+    GuidanceSchedule,
+    branches_of,
+)
+from sglang.multimodal_gen.runtime.distributed.cfg_parallel_utils import run_cfg_parallel
+from sglang.multimodal_gen.runtime.distributed.cfg_policy import CFGBranch, CFGPolicy
+from sglang.multimodal_gen.runtime.distributed.parallel_state import (
+    get_classifier_free_guidance_rank,
+    get_replica_group,
+)
+from sglang.multimodal_gen.runtime.guidance.agreement import agree_on_plan
+from sglang.multimodal_gen.runtime.guidance.combine import combine
+from sglang.multimodal_gen.runtime.guidance.plan import OPTIONS_KEY, PLAN_KEY, BucketPlan
+from sglang.multimodal_gen.runtime.guidance.report import (
+    RowCounter,
+    build_report,
+    publish_report,
+)
+from sglang.multimodal_gen.runtime.guidance.rows import (
+    PackedRows,
+    RowAdapter,
+    build_row_adapter,
+    rows_pack,
+)
+from sglang.multimodal_gen.runtime.managers.forward_context import set_forward_context
+from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req
+from sglang.multimodal_gen.runtime.pipelines_core.stages.denoising import (
+    DenoisingContext,
+    DenoisingStage,
+    DenoisingStepState,
+)
+from sglang.multimodal_gen.runtime.server_args import ServerArgs
+
+_RUN_KEY = "guided_run"  # in DenoisingContext.extra
+
+
+@dataclass
+class GuidedRun:
+    """One request's way through its plan."""
+
+    schedule: GuidanceSchedule
+    packed: PackedRows | None  # both branches' conditioning; None: one forward a branch
+    counter: RowCounter = field(default_factory=RowCounter)
+
+
+class BucketizedDenoisingMixin:
+    """Overrides what a step predicts; loop, sampler and everything else stay the stage's own.
+
+    Mixed in by `bucketize_stage`, before a class that inherits `DenoisingStage`'s loop.
+    """
+
+    row_adapter: RowAdapter | None = None
+    _run: GuidedRun  # of the request whose step runs now
+
+    def _before_denoising_loop(
+        self, ctx: DenoisingContext, batch: Req, server_args: ServerArgs
+    ) -> None:
+        plan = BucketPlan.from_dict(batch.extra[PLAN_KEY])
+        agree_on_plan(plan, refusal=_plan_refusal(plan, ctx))
+        super()._before_denoising_loop(ctx, batch, server_args)
+        sample = plan.samples[0]
+        ctx.extra[_RUN_KEY] = GuidedRun(
+            schedule=GuidanceSchedule(bucket_ids=sample.bucket_ids, scales=sample.scales),
+            packed=self._pack(ctx, batch, server_args),
+        )
+
+    def _pack(
+        self, ctx: DenoisingContext, batch: Req, server_args: ServerArgs
+    ) -> PackedRows | None:
+        branches = ctx.cfg_policy.branches
+        if self.row_adapter is None or len(branches) < 2 or server_args.enable_cfg_parallel:
+            return None
+        groups = [branch.kwargs for branch in reversed(branches)]  # uncond, then cond
+        refusal = self.row_adapter.refusal(groups)
+        masked = refusal is None and self.row_adapter.needs_mask(groups)
+        if masked and batch.skip_softmax_params:
+            refusal = "skip-softmax attention takes no mask"
+        packs = rows_pack(
+            server_args.guidance_rows,
+            refusal=refusal,
+            masked=masked,
+            image_tokens=self.row_adapter.image_tokens(ctx.latents),
+        )
+        return self.row_adapter.pack(groups) if packs else None
+
+    def _run_denoising_step(
+        self,
+        ctx: DenoisingContext,
+        step: DenoisingStepState,
+        batch: Req,
+        server_args: ServerArgs,
+    ) -> None:
+        self._run = ctx.extra[_RUN_KEY]
+        super()._run_denoising_step(ctx, step, batch, server_args)
+
+    def _predict_noise_with_cfg(
+        self,
+        current_model: torch.nn.Module,
+        latent_model_input: torch.Tensor,
+        timestep: torch.Tensor,
+        batch: Req,
+        timestep_index: int,
+        attn_metadata: Any,
+        target_dtype: torch.dtype,
+        current_guidance_scale: float,
+        cfg_policy: CFGPolicy,
+        cfg_gate_state: dict[str, Any] | None,
+        server_args: ServerArgs,
+        guidance: torch.Tensor | None,
+        latents: torch.Tensor,
+    ) -> torch.Tensor:
+        """The step's prediction at the plan's scale, ``[images, ...]`` in fp32.
+
+        Upstream's scale (`current_guidance_scale`) and its gating state are not used: a server
+        with guidance buckets refuses the options behind them.
+        """
+        run = self._run
+        scale = run.schedule.scales[timestep_index]
+        pipeline_config = server_args.pipeline_config
+
+        def forward(kwargs, latents_BX, timestep_B, guidance_B, is_cfg_negative):
+            batch.is_cfg_negative = is_cfg_negative
+            with set_forward_context(
+                current_timestep=timestep_index,
+                attn_metadata=attn_metadata,
+                forward_batch=batch,
+            ):
+                return self._predict_noise(
+                    current_model=current_model,
+                    latent_model_input=latents_BX,
+                    timestep=timestep_B,
+                    target_dtype=target_dtype,
+                    guidance=guidance_B,
+                    **kwargs,
+                )
+
+        def predict_branch(branch: CFGBranch, *, used: bool = True) -> torch.Tensor:
+            if used:
+                run.counter.add(_branch_name(branch), len(latents))
+            prediction = forward(
+                branch.kwargs,
+                latent_model_input,
+                timestep,
+                guidance,
+                not branch.is_conditional,
+            )
+            return pipeline_config.slice_noise_pred(prediction, latents)
+
+        def predict_packed(packed: PackedRows) -> tuple[torch.Tensor, torch.Tensor]:
+            run.counter.add(COND_BRANCH, len(latents))
+            run.counter.add(UNCOND_BRANCH, len(latents))
+            with self.row_adapter.attend(packed):
+                prediction = forward(
+                    packed.kwargs,
+                    torch.cat([latent_model_input, latent_model_input]),
+                    torch.cat([timestep, timestep]),
+                    None if guidance is None else torch.cat([guidance, guidance]),
+                    False,
+                )
+            uncond, cond = prediction.chunk(2)
+            return (
+                pipeline_config.slice_noise_pred(cond, latents),
+                pipeline_config.slice_noise_pred(uncond, latents),
+            )
+
+        branches = {_branch_name(branch): branch for branch in cfg_policy.branches}
+        needed = branches_of(scale)
+        # under CFG parallel a rank without a branch of its own runs one whose output is dropped
+        used = not server_args.enable_cfg_parallel or (
+            get_classifier_free_guidance_rank() < len(needed)
+        )
+        if len(needed) == 1:
+            return predict_branch(branches[needed[0]], used=used).float()
+        if server_args.enable_cfg_parallel:
+            cond, uncond = run_cfg_parallel(
+                cfg_policy, lambda branch: predict_branch(branch, used=used)
+            )
+        elif run.packed is not None:
+            cond, uncond = predict_packed(run.packed)
+        else:
+            cond, uncond = map(predict_branch, cfg_policy.branches)
+        return combine(cond, uncond, scale, batch, pipeline_config)
+
+    def _finalize_denoising_loop(
+        self, ctx: DenoisingContext, batch: Req, server_args: ServerArgs
+    ) -> None:
+        run: GuidedRun = ctx.extra[_RUN_KEY]
+        if not ctx.is_warmup:
+            rows = run.counter.total()
+            if get_replica_group().rank_in_group == 0:
+                report = build_report(
+                    batch.extra[OPTIONS_KEY]["curve"], run.schedule, rows, len(ctx.latents)
+                )
+                publish_report(batch, report, rows)
+        super()._finalize_denoising_loop(ctx, batch, server_args)
+
+
+def _branch_name(branch: CFGBranch) -> str:
+    return COND_BRANCH if branch.is_conditional else UNCOND_BRANCH
+
+
+def _plan_refusal(plan: BucketPlan, ctx: DenoisingContext) -> str | None:
+    if plan.num_steps != len(ctx.timesteps):
+        return f"it has {plan.num_steps} steps and the sampler {len(ctx.timesteps)}"
+    return None
+
+
+def bucketize_stage(stage: DenoisingStage) -> None:
+    """Make `stage` obey bucket plans, in place: its class gains `BucketizedDenoisingMixin`."""
+    cls = type(stage)
+    stage.__class__ = type(f"Bucketized{cls.__name__}", (BucketizedDenoisingMixin, cls), {})
+    stage.row_adapter = build_row_adapter(stage.transformer)
