@@ -26,3 +26,15 @@ def stack_image_features(original, image_features: Any):
     ):
         return features
     return original(image_features)
+
+
+def call_encoder_alone(_result: None, stage: Any, *_args, **_kwargs) -> None:
+    """AFTER GlmImageBeforeDenoisingStage.__init__.
+
+    The glyph encoder has 6 heads. Where tensor parallelism does not divide them, upstream loads
+    it through transformers as an encoder with a decoder, whose forward asks for decoder inputs.
+    """
+    from transformers import T5Model
+
+    if type(stage.text_encoder) is T5Model:
+        stage.text_encoder.forward = stage.text_encoder.encoder.forward

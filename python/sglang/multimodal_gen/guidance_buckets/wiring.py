@@ -172,6 +172,14 @@ GUIDANCE_HOOKS = (
         ("image_features",),
         "image-to-image in one process: transformers returns a list of (C, H, W) features",
     ),
+    Hook(
+        f"{_GEN}.runtime.pipelines_core.stages.model_specific_stages.glm_image"
+        ".GlmImageBeforeDenoisingStage.__init__",
+        "after",
+        "model_hooks:call_encoder_alone",
+        ("self", "text_encoder"),
+        "tensor parallel 4: a glyph encoder of 6 heads is loaded with a decoder that it has not",
+    ),
 )
 
 CPU_OPS_HOOKS = (

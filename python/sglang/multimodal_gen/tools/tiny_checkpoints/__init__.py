@@ -28,7 +28,7 @@ def build_checkpoint(
 
     `directory` must not exist, or be empty; it appears complete or not at all. Its name must
     contain the family's for SGLang to recognise it (any name will do for sana). `full_dit`
-    (glm-image only) gives the checkpoint the real 6.93B-parameter DiT: 13 GB, needs a GPU.
+    (glm-image only) gives the checkpoint the real 6.93B-parameter DiT: 14 GB, needs a GPU.
 
     Raises ValueError for an argument that cannot be served, FileExistsError for a directory
     in use, RuntimeError for `full_dit` without a GPU.

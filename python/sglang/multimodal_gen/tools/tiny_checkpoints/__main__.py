@@ -22,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--full-dit",
         action="store_true",
-        help="glm-image only: the real 6.93B-parameter DiT, random bf16 weights (13 GB, GPU)",
+        help="glm-image only: the real 6.93B-parameter DiT, random bf16 weights (14 GB, GPU)",
     )
     args = parser.parse_args(argv)
 

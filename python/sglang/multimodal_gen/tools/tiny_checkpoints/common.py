@@ -16,7 +16,7 @@ from tokenizers import pre_tokenizers
 # nearly the same picture. At 0.08 a 64- to 128-wide layer keeps its input's size.
 MATRIX_STD = 0.08
 # For DiTs whose text shares one attention with the image tokens and sways them little: changing
-# the prompt or dropping CFG moves a pixel by 3 to 31 of 255 instead of 1 to 6.
+# the prompt or dropping CFG moves a pixel by 5 to 31 of 255 instead of 1 to 6.
 JOINT_DIT_STD = 0.12
 
 

@@ -217,6 +217,7 @@ def build(root: Path, full_dit: bool = False) -> None:
     writer.add_model(
         "vae",
         lambda: small_kl_vae(
+            mid_block_add_attention=False,
             # Neither zeros nor ones, so that forgetting to apply them shows.
             latents_mean=[0.01 * i for i in range(16)],
             latents_std=[1.0 + 0.05 * i for i in range(16)],

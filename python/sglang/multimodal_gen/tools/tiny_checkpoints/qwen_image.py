@@ -124,7 +124,7 @@ def build(root: Path) -> None:
         lambda: AutoencoderKLQwenImage(
             base_dim=8, z_dim=16, dim_mult=[1, 2, 4, 4], num_res_blocks=1
         ),
-        std=0.3,
+        std=0.4,
     )
     writer.add(
         "scheduler",

@@ -1,0 +1,131 @@
+"""`Engine`: SGLang's own DiffGenerator, with its real scheduler process (or ranks)."""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness.processes import UPSTREAM_ONLY, free_ports, stop, tail, test_environment
+
+FP32 = {"dit_precision": "fp32", "vae_precision": "fp32"}
+START_SECONDS = 240
+REQUEST_SECONDS = 180
+
+
+@dataclass
+class Result:
+    """images: uint8 [images, H, W, 3]; latents: after each step, [images, steps, ...]."""
+
+    images: np.ndarray
+    latents: np.ndarray
+    metrics: dict[str, Any]
+
+    @property
+    def guidance(self) -> dict[str, Any]:
+        return self.metrics["guidance"]
+
+
+class Refused(Exception):
+    """The engine refused the request before it ran."""
+
+
+class Failed(Exception):
+    """The engine took the request and answered it with an error."""
+
+
+class Engine:
+    """Starts at once; usable as a context manager."""
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        upstream: bool = False,
+        env: Mapping[str, str] | None = None,
+        **server_kwargs: Any,
+    ):
+        """
+        Args:
+            upstream: with the plugin off (a CPU host keeps the two missing ops).
+            server_kwargs: for `DiffGenerator.from_pretrained`.
+        """
+        self._dir = tempfile.TemporaryDirectory(prefix="engine-")
+        self.log = Path(self._dir.name) / "log"
+        scheduler_port, master_port = free_ports(2)
+        kwargs = {
+            "model_path": str(model),
+            "scheduler_port": scheduler_port,
+            "master_port": master_port,
+            "sleep_on_idle": True,  # or each idle engine spins a core
+            **server_kwargs,
+        }
+        self._log_file = self.log.open("w")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "harness.engine_main", json.dumps(kwargs)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log_file,
+            text=True,
+            cwd=Path(__file__).parent.parent,
+            env=test_environment(UPSTREAM_ONLY if upstream else {}, env or {}),
+            start_new_session=True,
+        )
+        self._answer(START_SECONDS)
+
+    def generate(self, **request: Any) -> Result:
+        """One request. Raises `Refused` or `Failed`."""
+        path = Path(self._dir.name) / "result.npz"
+        request = {
+            "prompt": "a cat",
+            "width": 64,
+            "height": 64,
+            "num_inference_steps": 6,
+            "seed": 7,
+            "return_trajectory_latents": True,
+            "output_path": self._dir.name,
+            "output_file_name": None,
+            **request,
+            "result_path": str(path),
+        }
+        request = {name: value for name, value in request.items() if value is not None}
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        metrics = self._answer(REQUEST_SECONDS)
+        with np.load(path) as arrays:
+            return Result(arrays["images"], arrays["latents"], metrics)
+
+    def _answer(self, seconds: float) -> Any:
+        deadline = time.monotonic() + seconds
+        for line in self.process.stdout:
+            if line.startswith("@"):
+                kind, _, payload = line.strip().partition(" ")
+                if kind == "@refused":
+                    raise Refused(json.loads(payload))
+                if kind == "@failed":
+                    raise Failed(tail(self.log))
+                return json.loads(payload) if payload else None
+            self._log_file.write(line)
+            self._log_file.flush()
+            if time.monotonic() > deadline:
+                break
+        raise RuntimeError(f"no answer from the engine:\n{tail(self.log)}")
+
+    def close(self) -> None:
+        stop(self.process)
+        self._log_file.close()
+        self._dir.cleanup()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_exc) -> None:
+        self.close()
+
+

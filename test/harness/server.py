@@ -1,0 +1,129 @@
+"""`Server`: `sglang serve` as a user starts it, on a port of its own."""
+
+import base64
+import io
+import json
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from harness.processes import UPSTREAM_ONLY, free_ports, stop, tail, test_environment
+
+FP32_FLAGS = ("--dit-precision", "fp32", "--vae-precision", "fp32")
+START_SECONDS = 240
+
+
+def serve_command(model: Path, *flags: str) -> list[str]:
+    port, scheduler_port, master_port = free_ports(3)
+    sglang = str(Path(sys.executable).parent / "sglang")
+    return [
+        *(sglang, "serve", "--model-path", str(model), "--warmup-mode", "off"),
+        "--sleep-on-idle",  # or each idle server spins a core
+        *("--port", str(port), "--scheduler-port", str(scheduler_port)),
+        *("--master-port", str(master_port), *flags),
+    ]
+
+
+class HTTPFailure(Exception):
+    def __init__(self, status: int, body: str):
+        super().__init__(f"{status}: {body}")
+        self.status = status
+        self.body = body
+
+
+class Server:
+    """Starts at once; usable as a context manager."""
+
+    def __init__(
+        self,
+        model: Path,
+        *flags: str,
+        upstream: bool = False,
+        env: Mapping[str, str] | None = None,
+    ):
+        self._dir = tempfile.TemporaryDirectory(prefix="server-")
+        self.log = Path(self._dir.name) / "log"
+        command = serve_command(model, "--output-path", self._dir.name, *flags)
+        self.url = f"http://127.0.0.1:{command[command.index('--port') + 1]}"
+        self._log_file = self.log.open("w")
+        self.process = subprocess.Popen(
+            command,
+            stdout=self._log_file,
+            stderr=subprocess.STDOUT,
+            env=test_environment(UPSTREAM_ONLY if upstream else {}, env or {}),
+            start_new_session=True,
+        )
+        self._wait()
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline and self.process.poll() is None:
+            try:
+                self.get("/health")
+                return
+            except (HTTPFailure, OSError):
+                time.sleep(0.3)
+        log = tail(self.log)
+        self.close()
+        raise RuntimeError(f"the server did not start:\n{log}")
+
+    def get(self, path: str) -> str:
+        return self._send(urllib.request.Request(self.url + path))
+
+    def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        request = urllib.request.Request(
+            self.url + path,
+            data=json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        return json.loads(self._send(request))
+
+    def generate(self, **body: Any) -> dict[str, Any]:
+        """POST /v1/images/generations. Raises `HTTPFailure`."""
+        return self.post(
+            "/v1/images/generations",
+            {
+                "prompt": "a cat",
+                "size": "64x64",
+                "num_inference_steps": 6,
+                "seed": 7,
+                "response_format": "b64_json",
+                "output_format": "png",
+                **body,
+            },
+        )
+
+    def _send(self, request: urllib.request.Request) -> str:
+        try:
+            with urllib.request.urlopen(request, timeout=120) as response:
+                return response.read().decode()
+        except urllib.error.HTTPError as error:
+            raise HTTPFailure(error.code, error.read().decode()) from None
+
+    def close(self) -> None:
+        stop(self.process)
+        self._log_file.close()
+        self._dir.cleanup()
+
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(self, *_exc) -> None:
+        self.close()
+
+
+def pngs(response: Mapping[str, Any]) -> list[bytes]:
+    return [base64.b64decode(image["b64_json"]) for image in response["data"]]
+
+
+def pixels(png: bytes) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(png)).convert("RGB")).astype(int)

@@ -1,0 +1,40 @@
+"""Comparisons and the recorded engine."""
+
+import numpy as np
+import pytest
+
+from harness.engine import FP32, Engine
+from harness.processes import probe_environment
+from harness.recording import Recording
+
+
+@pytest.fixture(scope="session")
+def recording(tmp_path_factory):
+    return Recording(tmp_path_factory.mktemp("recording"))
+
+
+@pytest.fixture(scope="session")
+def glm_recorded(glm, recording):
+    """Guidance buckets with rows split; every branch's prediction is recorded."""
+    environment = probe_environment(PROBE_RECORD=str(recording.directory))
+    with Engine(
+        glm,
+        env=environment,
+        guidance_buckets=8,
+        guidance_rows="split",
+        text_encoder_precisions=("fp32",),
+        **FP32,
+    ) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def relative_error():
+    def error_of(got: np.ndarray, wanted: np.ndarray) -> float:
+        """The largest ||got - wanted|| / ||wanted|| over the steps of [images, steps, ...]."""
+        assert got.shape == wanted.shape
+        got, wanted = (np.moveaxis(x, 1, 0).reshape(x.shape[1], -1) for x in (got, wanted))
+        norms = np.linalg.norm(wanted, axis=1)
+        return float((np.linalg.norm(got - wanted, axis=1) / norms).max())
+
+    return error_of

@@ -1,0 +1,136 @@
+"""Starting: flags, config file, `sglang generate`, and everything that is refused."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.engine import FP32, Engine, Refused
+from harness.processes import free_ports, probe_environment, test_environment
+from harness.server import FP32_FLAGS, Server, serve_command
+
+SGLANG = str(Path(sys.executable).parent / "sglang")
+
+
+def refused_start(model, *flags: str, env=None) -> str:
+    """The output of a server that must not start."""
+    result = subprocess.run(
+        serve_command(model, *flags),
+        capture_output=True,
+        text=True,
+        timeout=150,
+        env=test_environment(env or {}),
+    )
+    assert result.returncode != 0
+    return result.stdout + result.stderr
+
+
+def test_config_file_and_default_curve(glm, tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(
+        json.dumps(
+            {"guidance_buckets": 4, "guidance_curve": "front:3:1@0.5", "guidance_rows": "split"}
+        )
+    )
+    with Server(glm, "--config", str(config), *FP32_FLAGS) as server:
+        guidance = server.generate()["guidance"]
+        assert guidance["curve"] == "front:3:1@0.5"
+        assert guidance["forwards"] == {"cond": 6, "uncond": 3}
+        assert guidance["buckets"][-1]["bucket"] == 3
+        named = server.generate(guidance_scale=2.0)["guidance"]
+        assert named["curve"] == "constant"
+        assert {run["scale"] for run in named["buckets"]} == {2.0}
+
+
+def generate_command(model, tmp_path, *flags: str) -> list[str]:
+    scheduler_port, master_port = free_ports(2)
+    return [
+        *(SGLANG, "generate", "--model-path", str(model), "--prompt", "a cat"),
+        *("--width", "64", "--height", "64", "--num-inference-steps", "6"),
+        *("--scheduler-port", str(scheduler_port), "--master-port", str(master_port)),
+        *("--output-path", str(tmp_path), "--perf-dump-path", str(tmp_path / "perf.json")),
+        *(*FP32_FLAGS, *flags),
+    ]
+
+
+def run_generate(model, tmp_path, *flags: str) -> str:
+    command = generate_command(model, tmp_path, *flags)
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=180, env=test_environment()
+    )
+    return result.stdout + result.stderr
+
+
+def test_generate_command(glm, tmp_path):
+    output = run_generate(
+        glm,
+        tmp_path,
+        *("--guidance-buckets", "3", "--guidance-curve", "front:3:1@0.5"),
+        *("--guidance-scale", "2"),
+    )
+    assert "curve=front:3:1@0.5 buckets=[0:0-1@3 1:2-2@3 1:3-3@1 2:4-5@1]" in output
+    assert len(list(tmp_path.glob("*.jpg")) + list(tmp_path.glob("*.png"))) == 1
+
+
+def test_generate_command_with_a_config_file(glm, tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(
+        json.dumps({"guidance_buckets": 6, "guidance_curve": [3, 3, 1, 1, 1, 2]})
+    )
+    output = run_generate(glm, tmp_path, "--config", str(config))
+    assert "forwards=6 cond + 3 uncond an image" in output
+
+
+def test_python(glm):
+    """DiffGenerator: server keywords, request keywords, and a refusal that names the field."""
+    with Engine(glm, guidance_buckets=4, guidance_curve="front:3:1@0.5", **FP32) as engine:
+        assert engine.generate().guidance["forwards"] == {"cond": 6, "uncond": 3}
+        got = engine.generate(guidance_curve="interval:2@0.5-1", guidance_buckets=2)
+        assert [run["scale"] for run in got.guidance["buckets"]] == [1.0, 2.0]
+        with pytest.raises(Refused, match="guidance_curve: got 'liner'"):
+            engine.generate(guidance_curve="liner")
+        with pytest.raises(Refused, match="cfg_gate_step"):
+            engine.generate(cfg_gate_step=0.5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--guidance-buckets", "65"], "--guidance-buckets: wanted a whole number from 0 to 64"),
+        (["--guidance-buckets", "x"], "--guidance-buckets: wanted a whole number from 0 to 64"),
+        (["--guidance-buckets", "4", "--guidance-curve", "liner"], "--guidance-curve: .*'liner'"),
+        (["--guidance-buckets", "4", "--guidance-rows", "x"], "--guidance-rows: invalid choice"),
+        (["--guidance-curve", "constant:2"], "--guidance-curve: .* --guidance-buckets N beside it"),
+        (["--guidance-buckets", "0", "--guidance-rows", "split"], "--guidance-rows: .* beside it"),
+        (["--guidance-buckets", "4", "--disagg-role", "denoiser"], "--disagg-role denoiser"),
+        (
+            ["--guidance-buckets", "4", "--enable-breakable-cuda-graph"],
+            "--enable-breakable-cuda-graph",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_refused_flags(glm, flags, message):
+    import re
+
+    assert re.search(message, refused_start(glm, *flags))
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"SGLANG_CACHE_DIT_ENABLED": "1"}, {"SGLANG_DIFFUSION_CFG_GATE_STEP": "0.5"}],
+    ids=str,
+)
+def test_refused_environment(glm, environment):
+    output = refused_start(glm, "--guidance-buckets", "4", env=environment)
+    assert "does not combine with" in output
+    assert next(iter(environment)) in output
+
+
+def test_a_hook_that_is_not_applied_is_named(glm):
+    environment = probe_environment(PROBE_BREAK_HOOK="RequestMetrics.to_dict")
+    output = refused_start(glm, "--guidance-buckets", "4", env=environment)
+    assert "not applied: " in output
+    assert "runtime.utils.perf_logger.RequestMetrics.to_dict" in output

@@ -1,0 +1,80 @@
+"""Guidance fields in forms, and the requests that cannot have them."""
+
+from types import SimpleNamespace
+
+import pytest
+from starlette.datastructures import FormData
+
+from sglang.multimodal_gen.configs.guidance import GuidanceError
+from sglang.multimodal_gen.configs.sample.glmimage import GlmImageSamplingParams
+from sglang.multimodal_gen.configs.sample.qwenimage import QwenImageSamplingParams
+from sglang.multimodal_gen.guidance_buckets.request_hooks import form_fields
+from sglang.multimodal_gen.runtime.guidance.support import check_request
+
+
+@pytest.mark.parametrize(
+    ("form", "fields"),
+    [
+        ([], {}),
+        ([("guidance_curve", "front:2:1@0.4")], {"guidance_curve": "front:2:1@0.4"}),
+        ([("guidance_curve", "[2, 1]")], {"guidance_curve": "[2, 1]"}),
+        ([("guidance_curve[]", "2"), ("guidance_curve[]", "1.5")], {"guidance_curve": [2, 1.5]}),
+        ([("guidance_curve", "2"), ("guidance_curve", "x")], {"guidance_curve": [2, "x"]}),
+        ([("guidance_curve", "")], {"guidance_curve": ""}),
+        ([("guidance_buckets", "8")], {"guidance_buckets": 8}),
+        ([("guidance_buckets", "2.5")], {"guidance_buckets": 2.5}),
+        ([("guidance_buckets", "true")], {"guidance_buckets": True}),
+        ([("guidance_buckets", "eight")], {"guidance_buckets": "eight"}),
+        ([("guidance_bucket_mode", "linear")], {"guidance_bucket_mode": "linear"}),
+    ],
+    ids=str,
+)
+def test_form_fields(form, fields):
+    assert form_fields(FormData([("prompt", "a cat"), *form])) == fields
+
+
+def params(cls=QwenImageSamplingParams, **fields):
+    made = cls(**fields)
+    made._explicit_fields = set(fields)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("sampling_params", "scales", "field"),
+    [
+        (params(cfg_gate_step=0.9), (2.0,), "cfg_gate_step"),
+        (params(enable_teacache=True), (1.0,), "enable_teacache"),
+        (params(enable_cache_dit=True), (1.0,), "enable_cache_dit"),
+        (params(enable_spectrum=True), (1.0,), "enable_spectrum"),
+        (params(rollout=True), (1.0,), "rollout"),
+        (params(progressive_mode="dct_upsample"), (1.0,), "progressive_mode"),
+        (params(GlmImageSamplingParams, negative_prompt="x"), (2.0,), "negative_prompt"),
+        (SimpleNamespace(**vars(params()) | {"negative_prompt": None}), (2.0,), "negative_prompt"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_refused(sampling_params, scales, field):
+    with pytest.raises(GuidanceError) as error:
+        check_request(sampling_params, names_guidance=True, scales=scales)
+    assert error.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("sampling_params", "scales"),
+    [
+        (params(cfg_gate_step=1.0), (2.0,)),
+        (params(enable_cache_dit=False), (2.0,)),
+        (params(guidance_rescale=0.7, cfg_normalization=1.0, true_cfg_scale=3.0), (2.0,)),
+        (params(GlmImageSamplingParams), (2.0,)),
+        (params(GlmImageSamplingParams, negative_prompt=" "), (2.0,)),
+        (SimpleNamespace(**vars(params()) | {"negative_prompt": None}), (1.0, 1.0)),
+    ],
+    ids=str,
+)
+def test_not_refused(sampling_params, scales):
+    check_request(sampling_params, names_guidance=True, scales=scales)
+
+
+def test_glm_images_negative_prompt_is_ignored_as_upstream_where_no_field_is_named():
+    named = params(GlmImageSamplingParams, negative_prompt="x")
+    check_request(named, names_guidance=False, scales=(2.0,))
