@@ -26,6 +26,7 @@ class Result:
     images: np.ndarray
     latents: np.ndarray
     metrics: dict[str, Any]
+    peak_memory_mb: float = 0.0
 
     @property
     def guidance(self) -> dict[str, Any]:
@@ -97,9 +98,9 @@ class Engine:
         request = {name: value for name, value in request.items() if value is not None}
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
-        metrics = self._answer(REQUEST_SECONDS)
+        answer = self._answer(REQUEST_SECONDS)
         with np.load(path) as arrays:
-            return Result(arrays["images"], arrays["latents"], metrics)
+            return Result(arrays["images"], arrays["latents"], **answer)
 
     def _answer(self, seconds: float) -> Any:
         deadline = time.monotonic() + seconds

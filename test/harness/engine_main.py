@@ -31,7 +31,11 @@ def main() -> None:
             np.savez(
                 path, images=images, latents=np.zeros(0) if latents is None else latents.float()
             )
-            print("@done " + json.dumps(results[0].metrics), file=answers, flush=True)
+            answer = {
+                "metrics": results[0].metrics,
+                "peak_memory_mb": results[0].peak_memory_mb,
+            }
+            print("@done " + json.dumps(answer), file=answers, flush=True)
     finally:
         generator.shutdown()
 

@@ -10,8 +10,8 @@ from pathlib import Path
 HARNESS = Path(__file__).parent
 PROBE = HARNESS / "probe"
 
-# no plugin but the missing CPU ops: upstream as it is
-UPSTREAM_ONLY = {"SGLANG_PLUGINS": "cpu_norm_ops"}
+# no plugin but the missing CPU ops (and a test's probe): upstream as it is
+UPSTREAM_ONLY = {"SGLANG_PLUGINS": "cpu_norm_ops,guidance_probe"}
 
 
 def test_environment(*extra: Mapping[str, str]) -> dict[str, str]:

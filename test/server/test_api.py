@@ -1,5 +1,6 @@
 """The OpenAI image API of a guidance server."""
 
+import base64
 import io
 import json
 import re
@@ -104,12 +105,13 @@ def test_source_image_survives_skipped_uncond_steps(client):
 
     def image(curve):
         (data,) = edit(client, guidance_curve=curve).data
-        return data.b64_json
+        return pixels(base64.b64decode(data.b64_json))
 
-    assert image([2, 1, 1, 2, 1, 2]) == image([2, 1, 1, 2, 1, 2])
-    # uncond at 1.0000001 changes nothing that a pixel shows: the skipped steps must agree with it
-    assert image([2, 1, 1, 2, 1, 2]) == image([2, 1.0000001, 1.0000001, 2, 1.0000001, 2])
-    assert image([2, 1, 1, 2, 1, 2]) != image([2, 0, 1, 2, 1, 2])
+    skipped = image([2, 1, 1, 2, 1, 2])
+    # at 1.0000001 the uncond branch runs and changes nothing that a pixel shows
+    resumed = image([2, 1.0000001, 1.0000001, 2, 1.0000001, 2])
+    assert np.abs(skipped - resumed).max() <= 1
+    assert np.abs(skipped - image([2, 0, 1, 2, 1, 2])).max() > 10
 
 
 @pytest.mark.parametrize("case", CASES["bad"], ids=lambda case: case["why"])
@@ -122,8 +124,8 @@ def test_bad_fields_answer_400(server, client, case):
         server.generate(num_inference_steps=steps, **fields)
     assert failure.value.status == 400
     assert case["field"] in failure.value.body
-    if fields.get("guidance_curve") == []:
-        return  # a form has no empty list
+    if fields.get("guidance_curve") in ([], ""):
+        return  # the client sends neither in a form
     with pytest.raises(BadRequestError, match=case["field"]):
         edit(client, num_inference_steps=steps, **fields)
 
@@ -134,7 +136,7 @@ def test_bad_fields_answer_400(server, client, case):
         ({"cfg_gate_step": 0.5}, "cfg_gate_step"),
         ({"enable_teacache": True}, "enable_teacache"),
         ({"enable_cache_dit": True}, "enable_cache_dit"),
-        ({"progressive_mode": "dct_upsample"}, "progressive_mode"),
+        ({"progressive_mode": "dct"}, "progressive_mode"),
         ({"negative_prompt": "blurry", "guidance_curve": "constant"}, "negative_prompt"),
         ({"negative_prompt": "blurry", "guidance_buckets": 4}, "negative_prompt"),
     ],

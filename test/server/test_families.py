@@ -1,4 +1,4 @@
-"""The same rules on other pipelines: Stable Diffusion 3, Qwen-Image and SANA (an order-2 sampler)."""
+"""The same rules on other pipelines: Stable Diffusion 3, Qwen-Image, SANA (an order-2 sampler)."""
 
 import numpy as np
 import pytest

@@ -37,7 +37,8 @@ def test_same_bytes_as_upstream(off, upstream, request_fields):
 
 
 @pytest.mark.parametrize(
-    "field", [{"guidance_curve": "constant"}, {"guidance_buckets": 4}, {"guidance_bucket_mode": "x"}]
+    "field",
+    [{"guidance_curve": "constant"}, {"guidance_buckets": 4}, {"guidance_bucket_mode": "x"}],
 )
 def test_guidance_fields_are_not_ignored(off, field):
     with pytest.raises(HTTPFailure, match="--guidance-buckets") as failure:

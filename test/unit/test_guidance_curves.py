@@ -72,6 +72,7 @@ def test_bad_case_messages():
     "curve",
     [
         *("constant:inf", "constant:1e999", "constant:101", "constant:", "constant:1:2", ":"),
+        *("constant:1_0", "constant:\uff12", "constant:0x1"),
         *("front:2:1", "front:2:1@", "peak:1:2@-0.1", "interval:2@0.5-0.5", "interval:2@0.5"),
         *("points", "points:", "points:0.5", "points:0=1,", "points:0=x", "points:2=1"),
         *("[1, 2", "[]", "[true]", '["1"]', "[[1]]", [True], ["1"], [float("nan")], [None]),
@@ -205,5 +206,7 @@ def test_long_values_are_cut_in_messages():
 
 
 def test_needs_no_torch():
-    code = f"import sys; exec(open({guidance.__file__!r}).read()); assert 'torch' not in sys.modules"
+    code = f"import sys; exec(open({guidance.__file__!r}).read()); assert 'torch' not in " + (
+        "sys.modules"
+    )
     subprocess.run([sys.executable, "-S", "-c", code], check=True)

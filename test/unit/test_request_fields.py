@@ -47,7 +47,7 @@ def params(cls=QwenImageSamplingParams, **fields):
         (params(enable_cache_dit=True), (1.0,), "enable_cache_dit"),
         (params(enable_spectrum=True), (1.0,), "enable_spectrum"),
         (params(rollout=True), (1.0,), "rollout"),
-        (params(progressive_mode="dct_upsample"), (1.0,), "progressive_mode"),
+        (params(progressive_mode="dct"), (1.0,), "progressive_mode"),
         (params(GlmImageSamplingParams, negative_prompt="x"), (2.0,), "negative_prompt"),
         (SimpleNamespace(**vars(params()) | {"negative_prompt": None}), (2.0,), "negative_prompt"),
     ],

@@ -3,9 +3,14 @@
 Settings in the environment:
     PROBE_RECORD: a directory; every prediction of a branch and every prior is saved there.
     PROBE_SPOIL_RANK, PROBE_SPOIL_SCALE: that rank alters each plan that holds that scale.
+    PROBE_KEEP_PRIOR: a directory; GLM-Image's prior is written there once for each prompt, size
+        and seed, for every engine with this setting.
+    PROBE_FP32: comma-separated parts that compute in fp32: timestep, attention.
+    PROBE_NO_SYNC: a step of a request whose prompt says "no sync" raises where it syncs the device.
     PROBE_BREAK_HOOK: hooks on a target that ends so cannot be applied, as if upstream had moved it.
 """
 
+import hashlib
 import itertools
 import os
 from dataclasses import replace
@@ -35,6 +40,31 @@ def register() -> None:
             f"{stages}.model_specific_stages.glm_image.GlmImageAR.forward",
             record_prior,
             HookType.AFTER,
+        )
+    glm_image = f"{stages}.model_specific_stages.glm_image"
+    models = "sglang.multimodal_gen.runtime"
+    if "PROBE_KEEP_PRIOR" in os.environ:
+        HookRegistry.register(
+            f"{glm_image}.GlmImageAR.generate_prior_tokens", keep_prior, HookType.AROUND
+        )
+    parts = os.environ.get("PROBE_FP32", "").split(",")
+    if "timestep" in parts:
+        HookRegistry.register(
+            f"{models}.models.dits.glm_image.GlmImageCombinedTimestepSizeEmbeddings.forward",
+            timestep_in_fp32,
+            HookType.AROUND,
+        )
+    if "attention" in parts:
+        HookRegistry.register(
+            f"{models}.layers.attention.layer.USPAttention.forward",
+            attention_in_fp32,
+            HookType.AROUND,
+        )
+    if "PROBE_NO_SYNC" in os.environ:
+        HookRegistry.register(
+            f"{stages}.bucketized_denoising.BucketizedDenoisingMixin._predict_noise_with_cfg",
+            raise_on_sync,
+            HookType.AROUND,
         )
     if "PROBE_SPOIL_RANK" in os.environ:
         HookRegistry.register(
@@ -68,3 +98,39 @@ def spoil(plan, *args, **kwargs):
         return None
     scales = (sample.scales[0] + 1, *sample.scales[1:])
     return (replace(plan, samples=(replace(sample, scales=scales),)), *args), kwargs
+
+
+def keep_prior(original, stage, *args, **kwargs):
+    import torch
+
+    key = repr((kwargs["prompt"], kwargs["height"], kwargs["width"], kwargs.get("seed")))
+    name = hashlib.sha256(key.encode()).hexdigest()[:16]
+    path = Path(os.environ["PROBE_KEEP_PRIOR"]) / f"{name}.pt"
+    if not path.exists():
+        torch.save(original(stage, *args, **kwargs), path)
+    return torch.load(path)
+
+
+def timestep_in_fp32(original, embeddings, timestep, target_size, crop_coords, hidden_dtype):
+    import torch
+
+    embeddings.float()
+    out = original(embeddings, timestep, target_size, crop_coords, torch.float32)
+    return out.to(hidden_dtype)
+
+
+def attention_in_fp32(original, attention, q, k, v, *args, **kwargs):
+    out = original(attention, q.float(), k.float(), v.float(), *args, **kwargs)
+    return out.to(q.dtype)
+
+
+def raise_on_sync(original, stage, *args, **kwargs):
+    import torch
+
+    if "no sync" not in kwargs["batch"].prompt:
+        return original(stage, *args, **kwargs)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        return original(stage, *args, **kwargs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -231,6 +231,7 @@ class _Shape:
 
 
 _N = r"([^:@,=]+?)"  # what stands in the place of a number; _number says what is wrong with it
+_DECIMAL = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 _SHAPES = {
     "constant": _Shape("constant:S", f"{_N}", 1, _constant, ("1",)),
     "linear": _Shape("linear:A:B", f"{_N}:{_N}", 2, _linear, ("1.33", "0.8")),
@@ -243,7 +244,13 @@ _SHAPES = {
     ),
     "points": _Shape("points:p=s,p=s,...", "", 0, _points),
 }
-CURVE_FORMS = tuple(shape.form for shape in _SHAPES.values())
+CURVE_HELP = (
+    "one of "
+    + ", ".join(shape.form for shape in _SHAPES.values())
+    + ", or one of "
+    + ", ".join(name for name, shape in _SHAPES.items() if shape.relative)
+    + " alone to follow the request's scale, or a list with one scale a step"
+)
 
 
 def parse_curve(spec: Any, *, field: str = "guidance_curve") -> Curve:
@@ -266,7 +273,7 @@ def parse_curve(spec: Any, *, field: str = "guidance_curve") -> Curve:
             raise GuidanceError(field, spec, f"a JSON list of numbers ({error})") from None
     name, colon, rest = text.partition(":")
     if name not in _SHAPES:
-        raise GuidanceError(field, spec, "one of " + ", ".join(CURVE_FORMS) + ", or a list")
+        raise GuidanceError(field, spec, CURVE_HELP)
     shape = _SHAPES[name]
     if name == "points":
         progress_curve = _points(_parse_points(rest, spec, field))
@@ -327,8 +334,11 @@ def _parse_points(text: str, spec: str, field: str) -> list[tuple[Fraction, Frac
 
 def _number(value: Any, spec: Any, field: str, *, highest: int = MAX_SCALE) -> Fraction:
     """`value` as an exact decimal. A boolean is no number; text never is in a list."""
-    wanted = f"{value!r} in it to be a finite number from 0 to {highest}"
-    if isinstance(value, bool) or (isinstance(value, str) and not isinstance(spec, str)):
+    wanted = f"a finite number from 0 to {highest} in place of {value!r}"
+    written = isinstance(value, str)
+    if isinstance(value, bool) or (written and not isinstance(spec, str)):
+        raise GuidanceError(field, spec, wanted)
+    if written and not _DECIMAL.fullmatch(value.strip()):
         raise GuidanceError(field, spec, wanted)
     try:
         number = float(value)
@@ -383,7 +393,8 @@ class GuidanceOptions:
             raise GuidanceError(
                 "guidance_curve",
                 _Described(f"a list of {curve.num_steps} numbers"),
-                f"{num_steps} (one for each of num_inference_steps)",
+                f"{num_steps} (one for each of num_inference_steps); a request that names no "
+                "curve has the server's --guidance-curve",
             )
         request_scale = Fraction(repr(float(self.scale)))
         values = [curve.scale_at(step, num_steps, request_scale) for step in range(num_steps)]
@@ -451,8 +462,8 @@ def resolve_options(
             numbers of its own steps aside for a constant at that scale.
         plain_cfg_scale: the effective scale of plain classifier-free guidance: `scale`, or 1
             where upstream runs no uncond branch (a scale up to 1, no negative prompt). A request
-            that names no curve, on a server whose default follows the request's scale, gets what
-            it would get without this project.
+            that names no curve, on a server whose default is ``constant``, gets what it would get
+            without this project.
 
     Raises:
         GuidanceError: for a field that is wrong, or any field while guidance buckets are off.

@@ -76,7 +76,7 @@ def build_sampling_params(original, model_path: str, server_args: Any, *args, **
 
 
 def cli_fields(cli_args: dict[str, Any], cls: type, args: Any) -> None:
-    """AFTER SamplingParams.get_cli_args: in `sglang generate` flags and config are one request's."""
+    """AFTER SamplingParams.get_cli_args: `sglang generate` has flags and config for one request."""
     from sglang.multimodal_gen.runtime.server_args import ServerArgs
 
     given = vars(args)

@@ -8,7 +8,7 @@ from typing import Any
 
 from sglang.multimodal_gen.configs.guidance import (
     BUCKET_MODES,
-    CURVE_FORMS,
+    CURVE_HELP,
     MAX_BUCKETS,
     ROW_MODES,
     GuidanceConfig,
@@ -45,9 +45,7 @@ def add_flags(_parser: Any, parser: argparse.ArgumentParser) -> None:
         "--guidance-curve",
         type=_curve,
         metavar="CURVE",
-        help="Curve of requests that name none (default: constant). One of "
-        f"{', '.join(CURVE_FORMS)}, or a JSON list with one scale a step; linear, cosine, front, "
-        "peak and interval also go without numbers and then follow the request's scale.",
+        help=f"Curve of requests that name none (default: constant): {CURVE_HELP}.",
     )
     group.add_argument(
         "--guidance-bucket-mode",
@@ -76,16 +74,20 @@ def _bucket_count(text: str) -> int:
 
 def _curve(text: str) -> str:
     try:
-        parse_curve(text)
+        parse_curve(text, field="not a curve")
     except GuidanceError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text
 
 
 def from_dict(original, cls, kwargs: dict[str, Any]):
-    """AROUND ServerArgs.from_dict: upstream drops keys that it does not know."""
+    """AROUND ServerArgs.from_dict, for flags and config file: upstream drops unknown keys."""
     given, rest = _split(kwargs)
-    return _with_guidance(original(cls, rest), given)
+    server_args = original(cls, rest)
+    try:
+        return _with_guidance(server_args, given)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
 
 
 def from_kwargs(original, cls, **kwargs: Any):
@@ -112,7 +114,7 @@ def _with_guidance(server_args: Any, given: dict[str, Any]):
         check_server_args(server_args)
     elif idle := [name for name in given if name != "guidance_buckets"]:
         flag = "--" + idle[0].replace("_", "-")
-        raise GuidanceError(flag, given[idle[0]], "--guidance-buckets N beside it, N > 0")
+        raise GuidanceError("--guidance-buckets", 0, f"1 to {MAX_BUCKETS} where {flag} is given")
     for name, value in zip(_ARGUMENTS, asdict(config).values()):
         setattr(server_args, name, value)
     return server_args

@@ -40,7 +40,7 @@ def _server_obstacles(server_args: Any) -> Iterator[str]:
     if server_args.backend == Backend.DIFFUSERS:
         yield "--backend diffusers (the native backend is needed)"
     if server_args.comfyui_mode:
-        yield "--comfyui-mode (ComfyUI owns the sampler loop)"
+        yield "comfyui_mode (ComfyUI owns the sampler loop)"
     if server_args.disagg_role != RoleType.MONOLITHIC:
         yield f"--disagg-role {server_args.disagg_role.value}"
     if server_args.enable_breakable_cuda_graph:
@@ -74,7 +74,9 @@ def _stage_obstacles(stage: Any) -> Iterator[str]:
     from sglang.multimodal_gen.runtime.pipelines_core.stages.denoising import DenoisingStage
 
     cls = type(stage)
-    own = [name for name in _LOOP_METHODS if getattr(cls, name) is not getattr(DenoisingStage, name)]
+    own = [
+        name for name in _LOOP_METHODS if getattr(cls, name) is not getattr(DenoisingStage, name)
+    ]
     if own:
         yield f"{cls.__name__} has a loop of its own ({', '.join(own)})"
     if stage.transformer_2 is not None:
@@ -86,7 +88,8 @@ def _policy_obstacles(pipeline_config: Any) -> Iterator[str]:
 
     policy = type(pipeline_config.cfg_policy)
     if policy is not CFGPolicy:
-        yield f"{type(pipeline_config).__name__} combines its branches in its own way ({policy.__name__})"
+        config = type(pipeline_config).__name__
+        yield f"{config} combines its branches in its own way ({policy.__name__})"
 
 
 def _raise_for(obstacles: list[str]) -> None:
@@ -106,7 +109,7 @@ def check_request(sampling_params: Any, *, names_guidance: bool, scales: tuple[f
     Raises:
         GuidanceError: naming the field.
     """
-    wanted = "it off on a server with --guidance-buckets"
+    wanted = "it off: this server runs with --guidance-buckets"
     gate = sampling_params.cfg_gate_step
     if gate is not None and gate < 1:
         raise GuidanceError("cfg_gate_step", gate, f"{wanted} (use guidance_curve)")
@@ -115,7 +118,8 @@ def check_request(sampling_params: Any, *, names_guidance: bool, scales: tuple[f
             raise GuidanceError(field, True, wanted)
     if sampling_params.progressive_mode not in (None, "fullres"):
         raise GuidanceError(
-            "progressive_mode", sampling_params.progressive_mode, f"'fullres': {wanted}"
+            "progressive_mode", sampling_params.progressive_mode, "'fullres': this server runs "
+            "with --guidance-buckets"
         )
     if names_guidance and _names_ignored_negative_prompt(sampling_params):
         raise GuidanceError(

@@ -75,7 +75,7 @@ class RowAdapter(ABC):
         return nullcontext()
 
     def image_tokens(self, latents: torch.Tensor) -> int:
-        """Tokens that one image's latents make, ``[images, tokens, dim]`` or ``[images, C, H, W]``."""
+        """Tokens of one image; `latents` is ``[images, tokens, dim]`` or ``[images, C, H, W]``."""
         if latents.ndim == 3:
             return latents.shape[1]
         return latents[0, 0].numel() // self.dit.patch_size**2
