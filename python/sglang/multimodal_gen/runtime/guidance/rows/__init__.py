@@ -23,7 +23,7 @@ ROW_ADAPTERS: dict[str, type[RowAdapter]] = {
 
 # Above this many image tokens a row, two forwards cost less than one that masks its keys: a key
 # mask moves attention off the flash kernel (docs/benchmarks.md, "Packed rows").
-MASKED_ROWS_MAX_IMAGE_TOKENS = 2304
+MASKED_ROWS_MAX_IMAGE_TOKENS = 1024
 
 
 def build_row_adapter(dit: torch.nn.Module) -> RowAdapter | None:
