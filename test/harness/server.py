@@ -33,6 +33,21 @@ def serve_command(model: Path, *flags: str) -> list[str]:
     ]
 
 
+def ar_command(model: Path) -> list[str]:
+    """GLM-Image's AR half over SRT, on a CPU, honouring seeds."""
+    (port,) = free_ports(1)
+    sglang = str(Path(sys.executable).parent / "sglang")
+    return [
+        *(sglang, "serve", "--model-path", str(model / "vision_language_encoder")),
+        *("--tokenizer-path", str(model / "processor"), "--enable-multimodal"),
+        *("--port", str(port), "--device", "cpu", "--dtype", "float32", "--skip-server-warmup"),
+        *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+        *("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"),
+        *("--image-processor-backend", "pil", "--max-total-tokens", "65536"),
+        *("--max-running-requests", "8", "--enable-deterministic-inference"),
+    ]
+
+
 class HTTPFailure(Exception):
     def __init__(self, status: int, body: str):
         super().__init__(f"{status}: {body}")
@@ -48,11 +63,17 @@ class Server:
         model: Path,
         *flags: str,
         upstream: bool = False,
+        command: list[str] | None = None,
         env: Mapping[str, str] | None = None,
     ):
+        """
+        Args:
+            upstream: with the plugin off (a CPU host keeps the two missing ops).
+            command: instead of `serve_command`.
+        """
         self._dir = tempfile.TemporaryDirectory(prefix="server-")
         self.log = Path(self._dir.name) / "log"
-        command = serve_command(model, "--output-path", self._dir.name, *flags)
+        command = command or serve_command(model, "--output-path", self._dir.name, *flags)
         self.url = f"http://127.0.0.1:{command[command.index('--port') + 1]}"
         self._log_file = self.log.open("w")
         self.process = subprocess.Popen(

@@ -10,7 +10,7 @@ import pytest
 
 from sglang.multimodal_gen.guidance_buckets import wiring
 
-ALL_HOOKS = wiring.GUIDANCE_HOOKS + wiring.CPU_OPS_HOOKS
+ALL_HOOKS = wiring.GUIDANCE_HOOKS + wiring.CPU_OPS_HOOKS + wiring.SRT_HOOKS
 DOCS = Path(__file__).parent.parent.parent / "docs"
 
 
@@ -48,6 +48,8 @@ def test_entry_points():
     ours = {entry.name: entry.load() for entry in entries}
     assert ours["guidance_buckets"] is wiring.register_guidance
     assert ours["cpu_norm_ops"] is wiring.register_cpu_ops
+    (srt,) = importlib.metadata.entry_points(group="sglang.srt.plugins", name="guidance_buckets")
+    assert srt.load() is wiring.register_srt
 
 
 def test_what_the_stage_builds_on():

@@ -192,6 +192,23 @@ CPU_OPS_HOOKS = (
     ),
 )
 
+SRT_HOOKS = (
+    Hook(
+        "sglang.srt.batch_invariant_ops.batch_invariant_ops.enable_batch_invariant_mode",
+        "around",
+        "srt_hooks:skip_batch_invariant_kernels",
+        (),
+        "GLM-Image's AR server on CPU: deterministic inference without Triton kernels",
+    ),
+    Hook(
+        "sglang.kernels.ops.sampling.murmur_hash.murmur_hash32",
+        "around",
+        "srt_hooks:hash_on_cpu",
+        ("seed", "positions", "col_indices"),
+        "the same: the hash that seeded sampling draws from",
+    ),
+)
+
 
 class _LazyHook:
     """Resolves a hook's function at its first call."""
@@ -208,7 +225,9 @@ class _LazyHook:
 
 def register_guidance() -> None:
     """Entry point ``guidance_buckets`` of ``sglang.multimodal_gen.plugins``."""
-    _register(GUIDANCE_HOOKS)
+    from sglang.multimodal_gen.runtime.platforms.plugins import HookRegistry, HookType
+
+    _register(GUIDANCE_HOOKS, HookRegistry, HookType)
 
 
 def register_cpu_ops() -> None:
@@ -216,16 +235,29 @@ def register_cpu_ops() -> None:
 
     Apart from the other, so that a CPU host can run upstream alone with the two ops.
     """
-    _register(CPU_OPS_HOOKS)
-
-
-def _register(hooks: tuple[Hook, ...]) -> None:
     from sglang.multimodal_gen.runtime.platforms.plugins import HookRegistry, HookType
 
+    _register(CPU_OPS_HOOKS, HookRegistry, HookType)
+
+
+def register_srt() -> None:
+    """Entry point ``guidance_buckets`` of ``sglang.srt.plugins``; it does nothing on a GPU host."""
+    import torch
+    from sglang.srt.arg_groups import choices
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if torch.cuda.is_available():
+        return
+    _register(SRT_HOOKS, HookRegistry, HookType)
+    # the one attention backend of a CPU host is deterministic there
+    choices.add_deterministic_attention_backend_choices(["torch_native"])
+
+
+def _register(hooks: tuple[Hook, ...], registry: Any, kinds: Any) -> None:
     for hook in hooks:
         # a class must be there when it is registered: upstream tells it from a function
         function = hook.resolve() if hook.kind == "replace" else _LazyHook(hook)
-        HookRegistry.register(hook.target, function, HookType(hook.kind))
+        registry.register(hook.target, function, kinds(hook.kind))
 
 
 class HookNotApplied(RuntimeError):
