@@ -26,7 +26,8 @@ def serve_command(model: Path, *flags: str) -> list[str]:
     port, scheduler_port, master_port = free_ports(3)
     sglang = str(Path(sys.executable).parent / "sglang")
     return [
-        *(sglang, "serve", "--model-path", str(model), "--warmup-mode", "off"),
+        *(sglang, "serve", "--model-path", str(model)),
+        *(() if "--warmup-mode" in flags else ("--warmup-mode", "off")),
         "--sleep-on-idle",  # or each idle server spins a core
         *("--port", str(port), "--scheduler-port", str(scheduler_port)),
         *("--master-port", str(master_port), *flags),

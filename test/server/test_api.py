@@ -27,18 +27,18 @@ def client(server):
     return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
-def source_image() -> io.BytesIO:
-    image = Image.fromarray(np.indices((64, 64, 3)).sum(0).astype(np.uint8) * 2)
+def source_image(height: int = 64, width: int = 64) -> io.BytesIO:
+    image = Image.fromarray(np.indices((height, width, 3)).sum(0).astype(np.uint8) * 2)
     data = io.BytesIO()
     image.save(data, "PNG")
     data.name = "source.png"
     return data
 
 
-def edit(client, **fields):
+def edit(client, image=None, **fields):
     return client.images.edit(
         model="any",
-        image=source_image(),
+        image=image or source_image(),
         prompt="make it blue",
         size="64x64",
         response_format="b64_json",
@@ -112,6 +112,15 @@ def test_source_image_survives_skipped_uncond_steps(client):
     resumed = image([2, 1.0000001, 1.0000001, 2, 1.0000001, 2])
     assert np.abs(skipped - resumed).max() <= 1
     assert np.abs(skipped - image([2, 0, 1, 2, 1, 2])).max() > 10
+
+
+def test_edits_of_several_images(client):
+    """Sources of different size, and two pictures of them."""
+    sources = [source_image(), source_image(96, 64)]
+    response = edit(client, sources, guidance_curve="front:3:1@0.5", n=2)
+    assert response.guidance["forwards"] == {"cond": 6, "uncond": 3}
+    first, second = (pixels(base64.b64decode(data.b64_json)) for data in response.data)
+    assert not np.array_equal(first, second)
 
 
 @pytest.mark.parametrize("case", CASES["bad"], ids=lambda case: case["why"])

@@ -4,13 +4,15 @@ import json
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from harness.engine import FP32, Engine, Refused
 from harness.processes import free_ports, probe_environment, test_environment
-from harness.server import FP32_FLAGS, Server, serve_command
+from harness.server import FP32_FLAGS, HTTPFailure, Server, pixels, pngs, serve_command
 
 SGLANG = str(Path(sys.executable).parent / "sglang")
 
@@ -43,6 +45,41 @@ def test_config_file_and_default_curve(glm, tmp_path):
         named = server.generate(guidance_scale=2.0)["guidance"]
         assert named["curve"] == "constant"
         assert {run["scale"] for run in named["buckets"]} == {2.0}
+
+
+@pytest.mark.parametrize("mode", ["request", "server"])
+def test_warm_up(glm, mode):
+    """Warm-up requests have fewer steps than the list that is this server's default."""
+    flags = ("--warmup-mode", mode, "--warmup-resolutions", "64x64")
+    curve = ("--guidance-buckets", "4", "--guidance-curve", "[3, 3, 1, 1, 1, 1]")
+    with Server(glm, *flags, *curve, *FP32_FLAGS) as server:
+        assert server.generate()["guidance"]["forwards"] == {"cond": 6, "uncond": 2}
+        with pytest.raises(HTTPFailure, match="wanted 8 .* the server's --guidance-curve"):
+            server.generate(num_inference_steps=8)
+        log = server.log.read_text()
+    assert "Warmup" in log or "warmup" in log
+    assert len(re.findall("Guidance of ", log)) == 1  # the warm-up is neither counted nor logged
+
+
+def test_dynamic_batching_merges_equal_guidance_only(checkpoints):
+    flags = ("--batching-mode", "dynamic", "--batching-max-size", "4", "--batching-delay-ms", "700")
+    precisions = (*FP32_FLAGS, "--text-encoder-precisions", "fp32")
+    with Server(
+        checkpoints["qwen-image"], "--guidance-buckets", "8", *flags, *precisions
+    ) as server:
+
+        def generate(curve, seed):
+            return server.generate(guidance_curve=curve, seed=seed, negative_prompt="blurry")
+
+        requests = [("front:3:1@0.5", 1), ("constant:1", 2), ("front:3:1@0.5", 3)]
+        alone = [generate(*request) for request in requests]
+        with ThreadPoolExecutor() as pool:
+            together = list(pool.map(lambda request: generate(*request), requests))
+        for single, batched in zip(alone, together):
+            assert batched["guidance"] == single["guidance"]
+            difference = pixels(pngs(batched)[0]) - pixels(pngs(single)[0])
+            assert np.abs(difference).max() <= 1
+        assert "Processed dynamic batch of 2/4" in server.log.read_text()
 
 
 def generate_command(model, tmp_path, *flags: str) -> list[str]:

@@ -243,6 +243,7 @@ def register_cpu_ops() -> None:
 def register_srt() -> None:
     """Entry point ``guidance_buckets`` of ``sglang.srt.plugins``; it does nothing on a GPU host."""
     import torch
+
     from sglang.srt.arg_groups import choices
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

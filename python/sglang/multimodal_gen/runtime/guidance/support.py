@@ -139,6 +139,6 @@ def _names_ignored_negative_prompt(sampling_params: Any) -> bool:
     # the default of this field is some text, which GLM-Image ignores too: only a named one counts
     return (
         isinstance(sampling_params, GlmImageSamplingParams)
-        and "negative_prompt" in sampling_params._explicit_fields
+        and "negative_prompt" in getattr(sampling_params, "_explicit_fields", ())
         and bool((sampling_params.negative_prompt or "").strip())
     )
