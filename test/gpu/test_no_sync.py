@@ -28,11 +28,11 @@ def test_no_sync(engine, curve, text):
     assert result.guidance["forwards"] == warm.guidance["forwards"]
 
 
-def test_the_probe_sees_a_sync(glm):
+def test_the_probe_sees_a_sync(glm, tmp_path):
     """Post-processes that sync would be seen: a recorded prediction is copied to the host."""
     from harness.engine import Failed
 
-    environment = probe_environment(PROBE_NO_SYNC="1", PROBE_RECORD="/tmp")
+    environment = probe_environment(PROBE_NO_SYNC="1", PROBE_RECORD=str(tmp_path))
     with Engine(
         glm, env=environment, guidance_buckets=8, attention_backend="torch_sdpa"
     ) as engine:

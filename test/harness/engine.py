@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,7 +103,15 @@ class Engine:
             return Result(arrays["images"], arrays["latents"], **answer)
 
     def _answer(self, seconds: float) -> Any:
-        deadline = time.monotonic() + seconds
+        # a hung rank prints nothing: the watchdog ends the engine, and with it the reading
+        watchdog = threading.Timer(seconds, self.process.kill)
+        watchdog.start()
+        try:
+            return self._read_answer()
+        finally:
+            watchdog.cancel()
+
+    def _read_answer(self) -> Any:
         for line in self.process.stdout:
             if line.startswith("@"):
                 kind, _, payload = line.strip().partition(" ")
@@ -114,8 +122,6 @@ class Engine:
                 return json.loads(payload) if payload else None
             self._log_file.write(line)
             self._log_file.flush()
-            if time.monotonic() > deadline:
-                break
         raise RuntimeError(f"no answer from the engine:\n{tail(self.log)}")
 
     def close(self) -> None:

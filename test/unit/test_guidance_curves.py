@@ -72,13 +72,14 @@ def test_bad_case_messages():
     "curve",
     [
         *("constant:inf", "constant:1e999", "constant:101", "constant:", "constant:1:2", ":"),
+        *("[" * 3000 + "]" * 3000, "[" + "9" * 5000 + "]", "points:" + "0=1," * 5000 + "1=1"),
         *("constant:1_0", "constant:\uff12", "constant:0x1"),
         *("front:2:1", "front:2:1@", "peak:1:2@-0.1", "interval:2@0.5-0.5", "interval:2@0.5"),
         *("points", "points:", "points:0.5", "points:0=1,", "points:0=x", "points:2=1"),
         *("[1, 2", "[]", "[true]", '["1"]', "[[1]]", [True], ["1"], [float("nan")], [None]),
         *(5, True, {}, {"a": 1}, " "),
     ],
-    ids=repr,
+    ids=lambda curve: repr(curve)[:40],
 )
 def test_not_a_curve(curve):
     with pytest.raises(GuidanceError):

@@ -1,15 +1,25 @@
 """Guidance fields in forms, and the requests that cannot have them."""
 
+import io
 from types import SimpleNamespace
 
 import pytest
-from starlette.datastructures import FormData
+from starlette.datastructures import FormData, UploadFile
 
-from sglang.multimodal_gen.configs.guidance import GuidanceError
+from sglang.multimodal_gen.configs.guidance import GuidanceError, check_buckets, parse_curve
 from sglang.multimodal_gen.configs.sample.glmimage import GlmImageSamplingParams
 from sglang.multimodal_gen.configs.sample.qwenimage import QwenImageSamplingParams
 from sglang.multimodal_gen.guidance_buckets.request_hooks import form_fields
 from sglang.multimodal_gen.runtime.guidance.support import check_request
+
+FILE = UploadFile(io.BytesIO(b"x"), filename="x")
+
+
+def test_a_file_is_refused_by_name():
+    with pytest.raises(GuidanceError, match="guidance_curve"):
+        parse_curve(FILE)
+    with pytest.raises(GuidanceError, match="guidance_buckets"):
+        check_buckets(FILE)
 
 
 @pytest.mark.parametrize(
@@ -26,6 +36,8 @@ from sglang.multimodal_gen.runtime.guidance.support import check_request
         ([("guidance_buckets", "true")], {"guidance_buckets": True}),
         ([("guidance_buckets", "eight")], {"guidance_buckets": "eight"}),
         ([("guidance_bucket_mode", "linear")], {"guidance_bucket_mode": "linear"}),
+        ([("guidance_buckets", FILE)], {"guidance_buckets": FILE}),
+        ([("guidance_curve", FILE)], {"guidance_curve": FILE}),
     ],
     ids=str,
 )

@@ -1,5 +1,7 @@
 """Which rows share a forward, and how their conditioning is stacked."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -35,8 +37,7 @@ def test_a_family_without_an_adapter():
 def adapter(name):
     cls = ROW_ADAPTERS[name]
     made = cls.__new__(cls)
-    torch.nn.Module.__init__  # the DiT is not needed to stack conditioning
-    made.dit = None
+    made.dit = SimpleNamespace(zero_cond_t=False)  # all that stacking asks of the DiT
     return made
 
 
@@ -107,6 +108,25 @@ def test_qwen_rows_take_the_longest_texts_rotary_cache():
         assert packed.kwargs["img_shapes"] == [[(1, 2, 3)]] * 2
         assert packed.kwargs["freqs_cis"][1].shape == (5, 2)
         assert packed.kwargs["encoder_hidden_states_mask"].sum(dim=1).tolist() == order
+
+
+def test_qwen_edit_rows_with_a_zero_timestep_are_not_packed():
+    qwen = adapter("QwenImageTransformer2DModel")
+    qwen.dit.zero_cond_t = True
+    assert "zero timestep" in qwen.refusal([qwen_group(3), qwen_group(3)])
+
+
+def test_source_tokens_count():
+    qwen = adapter("QwenImageTransformer2DModel")
+    latents, source = torch.zeros(1, 1024, 4), torch.zeros(1, 4000, 4)
+    assert qwen.image_tokens(latents) == 1024
+    assert qwen.image_tokens(latents, source) == 5024
+
+
+def test_a_wrapped_dit_keeps_its_adapter():
+    sd3 = type("SD3Transformer2DModel", (torch.nn.Module,), {})
+    wrapped = type("FSDPSD3Transformer2DModel", (sd3,), {})
+    assert build_row_adapter(wrapped()).dit_class == "SD3Transformer2DModel"
 
 
 def test_qwen_rows_keep_the_masks_that_they_have():

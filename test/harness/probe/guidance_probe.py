@@ -7,6 +7,7 @@ Settings in the environment:
         and seed, for every engine with this setting.
     PROBE_FP32: comma-separated parts that compute in fp32: timestep, attention.
     PROBE_NO_SYNC: a step of a request whose prompt says "no sync" raises where it syncs the device.
+    PROBE_FAIL: requests whose prompt says "fail in prepare", "row" or "decode" fail there.
     PROBE_BREAK_HOOK: hooks on a target that ends so cannot be applied, as if upstream had moved it.
 """
 
@@ -66,6 +67,13 @@ def register() -> None:
             raise_on_sync,
             HookType.AROUND,
         )
+    if "PROBE_FAIL" in os.environ:
+        for target, hook in (
+            (f"{glm_image}.GlmImageBeforeDenoisingStage.forward", fail_in_prepare),
+            (f"{stages}.denoising.DenoisingStage._prepare_step_state", fail_in_row),
+            (f"{glm_image}.GlmImageDecodingStage.forward", fail_in_decode),
+        ):
+            HookRegistry.register(target, hook, HookType.BEFORE)
     if "PROBE_SPOIL_RANK" in os.environ:
         HookRegistry.register(
             "sglang.multimodal_gen.runtime.guidance.agreement.agree_on_plan",
@@ -134,3 +142,21 @@ def raise_on_sync(original, stage, *args, **kwargs):
         return original(stage, *args, **kwargs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def _fail(batch, where: str) -> None:
+    if f"fail in {where}" in str(batch.prompt):
+        raise RuntimeError(f"probe failed in {where}")
+
+
+def fail_in_prepare(stage, batch, *args, **kwargs) -> None:
+    _fail(batch, "prepare")
+
+
+def fail_in_row(stage, ctx, batch, *args, **kwargs) -> None:
+    if len(ctx.timesteps) > 1:
+        _fail(batch, "row")
+
+
+def fail_in_decode(stage, batch, *args, **kwargs) -> None:
+    _fail(batch, "decode")

@@ -9,13 +9,15 @@ is exactly steps 0, 1 and 2.
 import json
 import math
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
 MAX_BUCKETS = 64
 MAX_SCALE = 100
+MAX_CURVE_TEXT = 10_000  # characters; a curve is parsed where requests are received
 BUCKET_MODES = ("constant", "linear")
 ROW_MODES = ("auto", "packed", "split")
 REQUEST_FIELDS = ("guidance_curve", "guidance_buckets", "guidance_bucket_mode")
@@ -51,12 +53,18 @@ class GuidanceConfig:
         curve: ``--guidance-curve``, for requests that name none.
         bucket_mode: ``--guidance-bucket-mode``, one of `BUCKET_MODES`.
         rows: ``--guidance-rows``, one of `ROW_MODES`.
+        max_running_samples: ``--max-running-samples``; 0 keeps upstream's loop.
+        max_rows: ``--max-rows``, DiT rows of one shared step.
+        schedule_trace: ``--schedule-trace``, a file for what the step loop does when.
     """
 
     buckets: int = 0
     curve: str | tuple[float, ...] = "constant"
     bucket_mode: str = "constant"
     rows: str = "auto"
+    max_running_samples: int = 0
+    max_rows: int = 16
+    schedule_trace: str | None = None
 
     def __post_init__(self):
         check_buckets(self.buckets, field="--guidance-buckets", lowest=0)
@@ -64,6 +72,8 @@ class GuidanceConfig:
         check_bucket_mode(self.bucket_mode, field="--guidance-bucket-mode")
         if self.rows not in ROW_MODES:
             raise GuidanceError("--guidance-rows", self.rows, " or ".join(ROW_MODES))
+        _check_count(self.max_running_samples, "--max-running-samples", lowest=0)
+        _check_count(self.max_rows, "--max-rows", lowest=2)
 
 
 @dataclass(frozen=True)
@@ -197,14 +207,16 @@ def _interval(scale: Fraction, low: Fraction, high: Fraction):
 
 
 def _points(points: list[tuple[Fraction, Fraction]]):
+    places = [at for at, _ in points]
+
     def scale_at(progress):
-        passed = [index for index, (at, _) in enumerate(points) if at <= progress]
-        if not passed:
+        passed = bisect_right(places, progress)  # of points at the same place, all
+        if passed == 0:
             return points[0][1]
-        at, scale = points[passed[-1]]
-        if passed[-1] + 1 == len(points):
+        at, scale = points[passed - 1]
+        if passed == len(points):
             return scale
-        next_at, next_scale = points[passed[-1] + 1]
+        next_at, next_scale = points[passed]
         return scale + (next_scale - scale) * (progress - at) / (next_at - at)
 
     return scale_at
@@ -266,11 +278,13 @@ def parse_curve(spec: Any, *, field: str = "guidance_curve") -> Curve:
     if not isinstance(spec, str):
         raise GuidanceError(field, spec, "text or a list of numbers")
     text = spec.strip()
+    if len(text) > MAX_CURVE_TEXT:
+        raise GuidanceError(field, spec, f"at most {MAX_CURVE_TEXT} characters")
     if text.startswith("["):
         try:
             return _list_curve(json.loads(text), field)
-        except json.JSONDecodeError as error:
-            raise GuidanceError(field, spec, f"a JSON list of numbers ({error})") from None
+        except (ValueError, RecursionError):  # also too many digits, too many brackets
+            raise GuidanceError(field, spec, "a JSON list of numbers") from None
     name, colon, rest = text.partition(":")
     if name not in _SHAPES:
         raise GuidanceError(field, spec, CURVE_HELP)
@@ -360,6 +374,11 @@ def check_buckets(value: Any, *, field: str = "guidance_buckets", lowest: int = 
     return value
 
 
+def _check_count(value: Any, field: str, *, lowest: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
+        raise GuidanceError(field, value, f"a whole number from {lowest}")
+
+
 def check_bucket_mode(value: Any, *, field: str = "guidance_bucket_mode") -> str:
     if value not in BUCKET_MODES:
         raise GuidanceError(field, value, " or ".join(BUCKET_MODES))
@@ -399,26 +418,20 @@ class GuidanceOptions:
         request_scale = Fraction(repr(float(self.scale)))
         values = [curve.scale_at(step, num_steps, request_scale) for step in range(num_steps)]
         bucket_ids = tuple(step * self.buckets // num_steps for step in range(num_steps))
+        guided: dict[int, list[int]] = {bucket: [] for bucket in bucket_ids}
+        for step, bucket in enumerate(bucket_ids):
+            if len(branches_of(values[step])) == 2:
+                guided[bucket].append(step)
         scales = list(values)
-        for bucket in sorted(set(bucket_ids)):
-            guided = [
-                step
-                for step in range(num_steps)
-                if bucket_ids[step] == bucket and len(branches_of(values[step])) == 2
-            ]
-            _fill_bucket(scales, values, guided, self.bucket_mode)
+        for steps in guided.values():
+            _fill_bucket(scales, values, steps, self.bucket_mode)
         return GuidanceSchedule(bucket_ids=bucket_ids, scales=tuple(map(float, scales)))
 
     def without_step_list(self) -> "GuidanceOptions":
         """The same options for another step count: a list of numbers becomes `constant`."""
         if isinstance(self.curve, str):
             return self
-        return GuidanceOptions(
-            curve="constant",
-            buckets=self.buckets,
-            bucket_mode=self.bucket_mode,
-            scale=self.scale,
-        )
+        return replace(self, curve="constant")
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -469,10 +482,10 @@ def resolve_options(
         GuidanceError: for a field that is wrong, or any field while guidance buckets are off.
     """
     named = {name: fields[name] for name in REQUEST_FIELDS if fields.get(name) is not None}
-    if not config.buckets:
-        for name, value in named.items():
-            raise GuidanceError(name, value, "no guidance field: start the server with "
-                                "--guidance-buckets N to use it")
+    if named and not config.buckets:
+        name, value = next(iter(named.items()))
+        wanted = "no guidance field: start the server with --guidance-buckets N to use it"
+        raise GuidanceError(name, value, wanted)
     curve = parse_curve(config.curve, field="--guidance-curve")
     if "guidance_curve" in named:
         curve = parse_curve(named["guidance_curve"])

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks on a request's way in: its guidance fields, validated once and put into `Req.extra`."""
 
+import asyncio
 import json
 from contextvars import ContextVar
 from typing import Any
@@ -9,6 +10,10 @@ from sglang.multimodal_gen.configs.guidance import REQUEST_FIELDS, guidance_is_o
 
 # the guidance fields of the multipart request that this task serves
 _form_fields: ContextVar[dict[str, Any]] = ContextVar("guidance_form_fields", default={})
+
+# the HTTP request that this task serves
+_raw_request: ContextVar[Any] = ContextVar("guidance_raw_request", default=None)
+_DISCONNECT_POLL_S = 0.05
 
 
 # --- OpenAI API ---------------------------------------------------------------------------------
@@ -26,6 +31,7 @@ def json_fields(kwargs: dict[str, Any], request: Any, *_args, **_kwargs) -> None
 
 async def remember_form_fields(original, request: Any, prompt: str, *, task: str, **kwargs) -> str:
     """AROUND maybe_enhance_prompt: the one earlier call of the edits route with the raw request."""
+    _raw_request.set(request)
     if task == "image_edit":
         _form_fields.set(form_fields(await request.form()))
     return await original(request, prompt, task=task, **kwargs)
@@ -45,16 +51,40 @@ def form_fields(form: Any) -> dict[str, Any]:
     return fields
 
 
-def _json_or_text(text: str) -> Any:
+def _json_or_text(text: Any) -> Any:
+    """A number where the text is one; anything else (a file part too) stays, to be refused."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (TypeError, ValueError, RecursionError):
         return text
 
 
 def add_form_fields(original, request_id: str, **kwargs):
     """AROUND image_api._build_request_sampling_params, which both image routes call."""
     return original(request_id, **_form_fields.get(), **kwargs)
+
+
+async def abort_when_disconnected(original, scheduler_client: Any, batch: Any, **kwargs):
+    """AROUND process_generation_batch, on a server with continuous batching.
+
+    A client that goes away takes its request out of the running batch. Upstream would finish it.
+    """
+    from sglang.multimodal_gen.runtime.server_args import get_global_server_args
+
+    request = _raw_request.get()
+    if request is None or not getattr(get_global_server_args(), "max_running_samples", 0):
+        return await original(scheduler_client, batch, **kwargs)
+    work = asyncio.ensure_future(original(scheduler_client, batch, **kwargs))
+    while not work.done():
+        await asyncio.wait({work}, timeout=_DISCONNECT_POLL_S)
+        if not work.done() and await request.is_disconnected():
+            from sglang.multimodal_gen.runtime.guidance.abort import AbortReq
+
+            # to every replica: which one took the request is the client's secret
+            for endpoint in scheduler_client.server_args.scheduler_endpoints:
+                await scheduler_client._forward_one(endpoint, AbortReq(batch.request_id), None)
+            break
+    return await work
 
 
 # --- every way in -------------------------------------------------------------------------------

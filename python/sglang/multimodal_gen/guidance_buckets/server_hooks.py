@@ -25,6 +25,9 @@ _ARGUMENTS = {
     "guidance_curve": "curve",
     "guidance_bucket_mode": "bucket_mode",
     "guidance_rows": "rows",
+    "max_running_samples": "max_running_samples",
+    "max_rows": "max_rows",
+    "schedule_trace": "schedule_trace",
 }
 
 
@@ -57,6 +60,26 @@ def add_flags(_parser: Any, parser: argparse.ArgumentParser) -> None:
         choices=ROW_MODES,
         help="Run both branches of a step as one packed forward, as split forwards, or packed "
         "where it costs nothing (auto, default).",
+    )
+
+
+    group.add_argument(
+        "--max-running-samples",
+        type=int,
+        metavar="N",
+        help="Continuous batching: up to N requests advance step by step, sharing forwards. "
+        "0 (default) runs one request at a time, as upstream.",
+    )
+    group.add_argument(
+        "--max-rows",
+        type=int,
+        metavar="N",
+        help="Most DiT rows of one shared step (default: 16).",
+    )
+    group.add_argument(
+        "--schedule-trace",
+        metavar="FILE",
+        help="Write what the step loop does when, in the Chrome trace format.",
     )
 
 
@@ -103,10 +126,12 @@ def _split(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _with_guidance(server_args: Any, given: dict[str, Any]):
-    """Set every ``guidance_*`` attribute of `server_args`, checked."""
+    """Set every attribute of `_ARGUMENTS` on `server_args`, checked."""
     if isinstance(given.get("guidance_curve"), list):  # from a config file
         given["guidance_curve"] = json.dumps(given["guidance_curve"])
     config = GuidanceConfig(**{_ARGUMENTS[name]: value for name, value in given.items()})
+    for name, value in zip(_ARGUMENTS, asdict(config).values()):
+        setattr(server_args, name, value)
     if config.buckets:
         from sglang.multimodal_gen.runtime.guidance.support import check_server_args
 
@@ -115,8 +140,6 @@ def _with_guidance(server_args: Any, given: dict[str, Any]):
     elif idle := [name for name in given if name != "guidance_buckets"]:
         flag = "--" + idle[0].replace("_", "-")
         raise GuidanceError("--guidance-buckets", 0, f"1 to {MAX_BUCKETS} where {flag} is given")
-    for name, value in zip(_ARGUMENTS, asdict(config).values()):
-        setattr(server_args, name, value)
     return server_args
 
 
@@ -127,13 +150,31 @@ def bucketize_pipeline(pipeline: Any, server_args: Any) -> None:
     """AFTER build_pipeline. Raises GuidanceUnsupported for a pipeline that cannot obey plans."""
     if not guidance_is_on(server_args):
         return
-    from sglang.multimodal_gen.runtime.guidance.support import denoising_stages
+    from sglang.multimodal_gen.runtime.guidance.support import check_stepwise, denoising_stages
     from sglang.multimodal_gen.runtime.pipelines_core.stages.bucketized_denoising import (
+        BucketizedDenoisingMixin,
         bucketize_stage,
     )
 
-    for stage in denoising_stages(pipeline):
-        bucketize_stage(stage)
+    stages = denoising_stages(pipeline)
+    mixin = BucketizedDenoisingMixin
+    if server_args.max_running_samples:
+        from sglang.multimodal_gen.runtime.pipelines_core.stages.stepwise_denoising import (
+            StepwiseDenoisingMixin as mixin,
+        )
+
+        check_stepwise(stages)
+    for stage in stages:
+        bucketize_stage(stage, mixin)
+
+
+def run_event_loop(original, scheduler: Any) -> None:
+    """AROUND Scheduler.event_loop."""
+    if not getattr(scheduler.server_args, "max_running_samples", 0):
+        return original(scheduler)
+    from sglang.multimodal_gen.runtime.managers.bucket_scheduler import BucketScheduler
+
+    return BucketScheduler(scheduler).event_loop()
 
 
 def plan_received_requests(items: list, identity: bytes, reqs: Any) -> None:

@@ -74,6 +74,13 @@ GUIDANCE_HOOKS = (
         "make each request's plan on rank 0, before the request is broadcast",
     ),
     Hook(
+        f"{_GEN}.runtime.managers.scheduler.Scheduler.event_loop",
+        "around",
+        "server_hooks:run_event_loop",
+        ("self",),
+        "with --max-running-samples: the loop of continuous batching",
+    ),
+    Hook(
         f"{_GEN}.runtime.managers.scheduler.Scheduler._build_dynamic_batch_signature",
         "after",
         "server_hooks:sign_guidance",
@@ -142,6 +149,13 @@ GUIDANCE_HOOKS = (
         "request_hooks:add_form_fields",
         ("request_id", "kwargs"),
         "hand them to the request's sampling params",
+    ),
+    Hook(
+        f"{_GEN}.runtime.entrypoints.openai.utils.process_generation_batch",
+        "around",
+        "request_hooks:abort_when_disconnected",
+        ("scheduler_client", "batch"),
+        "with --max-running-samples: a client that goes away gives its rows back",
     ),
     Hook(
         f"{_GEN}.runtime.entrypoints.openai.protocol.ImageResponse",
@@ -241,13 +255,13 @@ def register_cpu_ops() -> None:
 
 
 def register_srt() -> None:
-    """Entry point ``guidance_buckets`` of ``sglang.srt.plugins``; it does nothing on a GPU host."""
+    """Entry point ``guidance_buckets`` of ``sglang.srt.plugins``, for hosts with a CPU alone."""
     import torch
 
     from sglang.srt.arg_groups import choices
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    if torch.cuda.is_available():
+    if torch.accelerator.is_available():
         return
     _register(SRT_HOOKS, HookRegistry, HookType)
     # the one attention backend of a CPU host is deterministic there

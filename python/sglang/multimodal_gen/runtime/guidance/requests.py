@@ -7,8 +7,8 @@ from typing import Any
 from sglang.multimodal_gen.configs.guidance import (
     REQUEST_FIELDS,
     GuidanceConfig,
+    GuidanceError,
     GuidanceOptions,
-    parse_curve,
     resolve_options,
 )
 from sglang.multimodal_gen.runtime.guidance.plan import OPTIONS_KEY, PLAN_KEY, BucketPlan
@@ -41,7 +41,9 @@ def request_options(
     scale = server_args.pipeline_config.get_classifier_free_guidance_scale(
         sampling_params, sampling_params.guidance_scale
     )
-    scale_field = "true_cfg_scale" if scale == sampling_params.true_cfg_scale else "guidance_scale"
+    # the very object tells which one the model takes: both may have the same value
+    uses_true_cfg = scale is sampling_params.true_cfg_scale and scale is not None
+    scale_field = "true_cfg_scale" if uses_true_cfg else "guidance_scale"
     uses_cfg = sampling_params.should_use_classifier_free_guidance()
     options = resolve_options(
         fields,
@@ -73,10 +75,14 @@ def attach_plan(req: Any, server_args: Any) -> None:
     Requests that no API built (warm-up) carry no options yet and get the server's.
     """
     if OPTIONS_KEY not in req.extra:
-        # a list fits one step count, and a warm-up's is its own
-        fits = parse_curve(server_args.guidance_curve).num_steps in (None, req.num_inference_steps)
-        fields = {} if fits else {"guidance_curve": "constant"}
-        attach_options(req, request_options(req.sampling_params, server_args, fields))
+        try:
+            options = request_options(req.sampling_params, server_args, {})
+        except GuidanceError:
+            # the default curve is a list of another length, or the model has no negative prompt
+            options = request_options(
+                req.sampling_params, server_args, {"guidance_curve": "constant:1"}
+            )
+        attach_options(req, options)
     _make_plan(req)
 
 

@@ -18,6 +18,9 @@ _LOOP_METHODS = (
     "_finalize_denoising_loop",
 )
 
+# Stages that write do_classifier_free_guidance themselves, from the request's own scale.
+_DECIDING_STAGES = ("LLaDAImageTextConditioningStage",)
+
 
 class GuidanceUnsupported(ValueError):
     """The server cannot run guidance buckets; the message names what stands in the way."""
@@ -30,6 +33,24 @@ def check_server_args(server_args: Any) -> None:
         GuidanceUnsupported: naming every obstacle.
     """
     _raise_for(list(_server_obstacles(server_args)))
+    if server_args.max_running_samples and (
+        server_args.batching_max_size > 1 or server_args.batching_delay_ms > 0
+    ):
+        raise GuidanceUnsupported(
+            "--max-running-samples does not combine with --batching-max-size above 1 or a "
+            "batching delay: it batches by itself"
+        )
+
+
+def check_stepwise(stages: list[Any]) -> None:
+    """Refuse continuous batching where there is more than one loop to step through.
+
+    Raises:
+        GuidanceUnsupported: naming the stages.
+    """
+    if len(stages) != 1:
+        names = ", ".join(type(stage).__name__ for stage in stages)
+        raise GuidanceUnsupported(f"--max-running-samples does not combine with stages {names}")
 
 
 def _server_obstacles(server_args: Any) -> Iterator[str]:
@@ -65,6 +86,11 @@ def denoising_stages(pipeline: Any) -> list[Any]:
     obstacles = [obstacle for stage in stages for obstacle in _stage_obstacles(stage)]
     if not stages:
         obstacles.append(f"{type(pipeline).__name__} has no denoising stage of the common kind")
+    obstacles += [
+        f"{type(stage).__name__} (it decides for itself whether an uncond branch runs)"
+        for stage in pipeline.stages
+        if type(stage).__name__ in _DECIDING_STAGES
+    ]
     obstacles += _policy_obstacles(pipeline.server_args.pipeline_config)
     _raise_for(obstacles)
     return stages
@@ -129,7 +155,10 @@ def check_request(sampling_params: Any, *, names_guidance: bool, scales: tuple[f
         )
     if sampling_params.negative_prompt is None and any(scale != 1 for scale in scales):
         raise GuidanceError(
-            "negative_prompt", None, "a text (it may be empty) where a guidance scale is not 1"
+            "negative_prompt",
+            None,
+            "a text (it may be empty) where a guidance scale of the request's or of the server's "
+            "--guidance-curve is not 1",
         )
 
 

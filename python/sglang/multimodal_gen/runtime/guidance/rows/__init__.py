@@ -28,8 +28,11 @@ MASKED_ROWS_MAX_IMAGE_TOKENS = 1024
 
 def build_row_adapter(dit: torch.nn.Module) -> RowAdapter | None:
     """The adapter for this DiT, or None for a family that has none."""
-    adapter = ROW_ADAPTERS.get(type(dit).__name__)
-    return adapter(dit) if adapter is not None else None
+    # FSDP puts a class of its own in front
+    for cls in type(dit).__mro__:
+        if cls.__name__ in ROW_ADAPTERS:
+            return ROW_ADAPTERS[cls.__name__](dit)
+    return None
 
 
 def rows_pack(mode: str, *, refusal: str | None, masked: bool, image_tokens: int) -> bool:

@@ -74,10 +74,16 @@ class RowAdapter(ABC):
         """Entered around a packed forward, for a family whose forward takes no mask."""
         return nullcontext()
 
-    def image_tokens(self, latents: torch.Tensor) -> int:
-        """Tokens of one image; `latents` is ``[images, tokens, dim]`` or ``[images, C, H, W]``."""
+    def image_tokens(
+        self, latents: torch.Tensor, image_latent: torch.Tensor | None = None
+    ) -> int:
+        """Tokens of one image; `latents` is ``[images, tokens, dim]`` or ``[images, C, H, W]``.
+
+        Tokens of a source image (`image_latent`) that the DiT sees beside them count too.
+        """
         if latents.ndim == 3:
-            return latents.shape[1]
+            source = 0 if image_latent is None else image_latent.shape[1]
+            return latents.shape[1] + source
         return latents[0, 0].numel() // self.dit.patch_size**2
 
     def text_of(self, kwargs: BranchKwargs) -> torch.Tensor:

@@ -20,6 +20,12 @@ class QwenImageRowAdapter(RowAdapter):
     stacked = frozenset({"txt_seq_lens", "img_shapes"})
     shared = frozenset({"freqs_cis", "freqs_complex", "encoder_hidden_states_mask"})
 
+    def refusal(self, groups: Sequence[BranchKwargs]) -> str | None:
+        if self.dit.zero_cond_t:
+            # the edit models append one timestep of zero, which rows of several samples misread
+            return "a DiT with a zero timestep for its source image takes one row group"
+        return super().refusal(groups)
+
     def group_mask(self, kwargs: BranchKwargs) -> torch.Tensor | None:
         mask = kwargs.get("encoder_hidden_states_mask")
         return mask[0] if isinstance(mask, (list, tuple)) else mask

@@ -40,8 +40,11 @@ from sglang.multimodal_gen.runtime.pipelines_core.stages.denoising import (
     DenoisingStepState,
 )
 from sglang.multimodal_gen.runtime.server_args import ServerArgs
+from sglang.multimodal_gen.runtime.utils.logging_utils import init_logger
 
-_RUN_KEY = "guided_run"  # in DenoisingContext.extra
+logger = init_logger(__name__)
+
+RUN_KEY = "guided_run"  # in DenoisingContext.extra
 
 
 @dataclass
@@ -60,16 +63,23 @@ class BucketizedDenoisingMixin:
     """
 
     row_adapter: RowAdapter | None = None
-    _run: GuidedRun  # of the request whose step runs now
+    _run: GuidedRun | None = None  # of the request whose step runs now
 
     def _before_denoising_loop(
         self, ctx: DenoisingContext, batch: Req, server_args: ServerArgs
     ) -> None:
-        plan = BucketPlan.from_dict(batch.extra[PLAN_KEY])
-        agree_on_plan(plan, refusal=_plan_refusal(plan, ctx))
+        # a rank that cannot use its plan says so here too: the others would wait for it
+        try:
+            plan = BucketPlan.from_dict(batch.extra[PLAN_KEY])
+            refusal = _plan_refusal(plan, ctx)
+        except Exception as error:
+            plan, refusal = None, f"it cannot be read: {error!r}"
+        # what dynamic batching merged must be the same on every rank, as well as the plan
+        acts_on = (str(batch.request_id), tuple(ctx.latents.shape))
+        agree_on_plan(plan, acts_on=acts_on, refusal=refusal)
         super()._before_denoising_loop(ctx, batch, server_args)
         sample = plan.samples[0]
-        ctx.extra[_RUN_KEY] = GuidedRun(
+        ctx.extra[RUN_KEY] = GuidedRun(
             schedule=GuidanceSchedule(bucket_ids=sample.bucket_ids, scales=sample.scales),
             packed=self._pack(ctx, batch, server_args),
         )
@@ -89,7 +99,7 @@ class BucketizedDenoisingMixin:
             server_args.guidance_rows,
             refusal=refusal,
             masked=masked,
-            image_tokens=self.row_adapter.image_tokens(ctx.latents),
+            image_tokens=self.row_adapter.image_tokens(ctx.latents, batch.image_latent),
         )
         return self.row_adapter.pack(groups) if packs else None
 
@@ -100,8 +110,11 @@ class BucketizedDenoisingMixin:
         batch: Req,
         server_args: ServerArgs,
     ) -> None:
-        self._run = ctx.extra[_RUN_KEY]
-        super()._run_denoising_step(ctx, step, batch, server_args)
+        self._run = ctx.extra[RUN_KEY]
+        try:
+            super()._run_denoising_step(ctx, step, batch, server_args)
+        finally:
+            self._run = None  # it holds the request's conditioning
 
     def _predict_noise_with_cfg(
         self,
@@ -194,8 +207,8 @@ class BucketizedDenoisingMixin:
     def _finalize_denoising_loop(
         self, ctx: DenoisingContext, batch: Req, server_args: ServerArgs
     ) -> None:
-        run: GuidedRun = ctx.extra[_RUN_KEY]
-        if not ctx.is_warmup:
+        run: GuidedRun = ctx.extra[RUN_KEY]
+        if not (ctx.is_warmup or batch.extra.get("server_internal_prewarm")):
             rows = run.counter.total()
             if get_replica_group().rank_in_group == 0:
                 report = build_report(
@@ -212,11 +225,20 @@ def _branch_name(branch: CFGBranch) -> str:
 def _plan_refusal(plan: BucketPlan, ctx: DenoisingContext) -> str | None:
     if plan.num_steps != len(ctx.timesteps):
         return f"it has {plan.num_steps} steps and the sampler {len(ctx.timesteps)}"
+    needed = {branch for scale in plan.samples[0].scales for branch in branches_of(scale)}
+    missing = needed - set(map(_branch_name, ctx.cfg_policy.branches))
+    if missing:
+        return f"the pipeline prepared no {' and no '.join(sorted(missing))} branch"
     return None
 
 
-def bucketize_stage(stage: DenoisingStage) -> None:
-    """Make `stage` obey bucket plans, in place: its class gains `BucketizedDenoisingMixin`."""
+def bucketize_stage(
+    stage: DenoisingStage,
+    mixin: type[BucketizedDenoisingMixin] = BucketizedDenoisingMixin,
+) -> None:
+    """Make `stage` obey bucket plans, in place: its class gains `mixin`."""
     cls = type(stage)
-    stage.__class__ = type(f"Bucketized{cls.__name__}", (BucketizedDenoisingMixin, cls), {})
+    stage.__class__ = type(f"Bucketized{cls.__name__}", (mixin, cls), {})
     stage.row_adapter = build_row_adapter(stage.transformer)
+    rows = "one forward a branch" if stage.row_adapter is None else "packed rows"
+    logger.info("Guidance buckets: %s, %s", cls.__name__, rows)
