@@ -44,6 +44,24 @@ def test_same_picture_as_on_one_rank(ranks, glm_packed, name):
     assert got.guidance == wanted.guidance
 
 
+@pytest.mark.parametrize("rows", ["packed", "split"])
+def test_qwen_image_under_sequence_parallel(checkpoints, rows):
+    """Upstream shards its text where it is not masked, and repeats it where it is."""
+    options = dict(guidance_rows=rows, text_encoder_precisions=("fp32",), **FP32)
+    checkpoint = checkpoints["qwen-image"]
+    requests = [
+        dict(guidance_curve="front:3:1@0.5", negative_prompt="blurry, with other words"),
+        dict(guidance_curve="constant:3", negative_prompt="a cat", guidance_rescale=0.7),
+    ]
+    with Engine(checkpoint, guidance_buckets=8, **options) as one:
+        wanted = [one.generate(**request) for request in requests]
+    with Engine(checkpoint, guidance_buckets=8, **LAYOUTS["sp2"], **options) as two:
+        for request, single in zip(requests, wanted):
+            got = two.generate(**request)
+            assert np.abs(got.images.astype(int) - single.images).max() <= 1
+            assert got.guidance == single.guidance
+
+
 def test_a_plan_altered_on_one_rank_is_refused_by_all(ranks, glm_packed):
     request = dict(guidance_curve=f"constant:{SPOILED_SCALE}")
     with pytest.raises(Failed, match="bucket plan of ranks .* differs from that of rank 0"):

@@ -39,6 +39,8 @@ class RowAdapter(ABC):
     shared: ClassVar[frozenset[str]] = frozenset()  # the same for all rows of a forward
     ignored: ClassVar[frozenset[str]] = frozenset()  # accepted by the forward and not used
 
+    can_mask: bool = True  # whether padded text can be masked in this layout of ranks
+
     def __init__(self, dit: torch.nn.Module):
         self.dit = dit
 

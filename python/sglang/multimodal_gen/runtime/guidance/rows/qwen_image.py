@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from sglang.multimodal_gen.runtime.distributed.parallel_state import get_sp_world_size
 from sglang.multimodal_gen.runtime.guidance.rows.base import (
     BranchKwargs,
     PackedRows,
@@ -19,6 +20,11 @@ class QwenImageRowAdapter(RowAdapter):
     dit_class = "QwenImageTransformer2DModel"
     stacked = frozenset({"txt_seq_lens", "img_shapes"})
     shared = frozenset({"freqs_cis", "freqs_complex", "encoder_hidden_states_mask"})
+
+    def __init__(self, dit: torch.nn.Module):
+        super().__init__(dit)
+        # upstream's attention takes masked text from one rank's sequence only
+        self.can_mask = get_sp_world_size() == 1
 
     def refusal(self, groups: Sequence[BranchKwargs]) -> str | None:
         if self.dit.zero_cond_t:

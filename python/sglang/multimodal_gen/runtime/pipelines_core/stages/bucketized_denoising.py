@@ -93,8 +93,8 @@ class BucketizedDenoisingMixin:
         groups = [branch.kwargs for branch in reversed(branches)]  # uncond, then cond
         refusal = self.row_adapter.refusal(groups)
         masked = refusal is None and self.row_adapter.needs_mask(groups)
-        if masked and batch.skip_softmax_params:
-            refusal = "skip-softmax attention takes no mask"
+        if masked and (batch.skip_softmax_params or not self.row_adapter.can_mask):
+            refusal = "this attention takes no mask"
         packs = rows_pack(
             server_args.guidance_rows,
             refusal=refusal,

@@ -128,10 +128,10 @@ class StepwiseDenoisingMixin(BucketizedDenoisingMixin):
         shares = rows_pack(
             server_args.guidance_rows, refusal=None, masked=masked, image_tokens=image_tokens
         )
-        if not shares or batch.skip_softmax_params:
+        if not shares or batch.skip_softmax_params or (masked and not adapter.can_mask):
             return None
         # where a mask would cost more than it saves, only texts of one length share
-        free = rows_pack(
+        free = adapter.can_mask and rows_pack(
             server_args.guidance_rows, refusal=None, masked=True, image_tokens=image_tokens
         )
         return (
