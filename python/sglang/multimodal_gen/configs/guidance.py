@@ -16,6 +16,7 @@ from fractions import Fraction
 from typing import Any
 
 MAX_BUCKETS = 64
+DEFAULT_RUNNING_SAMPLES = 8
 MAX_SCALE = 100
 MAX_CURVE_TEXT = 10_000  # characters; a curve is parsed where requests are received
 BUCKET_MODES = ("constant", "linear")

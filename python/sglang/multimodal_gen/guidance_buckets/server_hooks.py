@@ -9,6 +9,7 @@ from typing import Any
 from sglang.multimodal_gen.configs.guidance import (
     BUCKET_MODES,
     CURVE_HELP,
+    DEFAULT_RUNNING_SAMPLES,
     MAX_BUCKETS,
     ROW_MODES,
     GuidanceConfig,
@@ -61,14 +62,13 @@ def add_flags(_parser: Any, parser: argparse.ArgumentParser) -> None:
         help="Run both branches of a step as one packed forward, as split forwards, or packed "
         "where it costs nothing (auto, default).",
     )
-
-
     group.add_argument(
         "--max-running-samples",
         type=int,
         metavar="N",
-        help="Continuous batching: up to N requests advance step by step, sharing forwards. "
-        "0 (default) runs one request at a time, as upstream.",
+        help="Continuous batching: up to N requests advance step by step, sharing forwards "
+        f"(default: {DEFAULT_RUNNING_SAMPLES}; 0 with --batching-max-size or --batching-delay-ms). "
+        "0 runs one request at a time, as upstream.",
     )
     group.add_argument(
         "--max-rows",
@@ -129,6 +129,9 @@ def _with_guidance(server_args: Any, given: dict[str, Any]):
     """Set every attribute of `_ARGUMENTS` on `server_args`, checked."""
     if isinstance(given.get("guidance_curve"), list):  # from a config file
         given["guidance_curve"] = json.dumps(given["guidance_curve"])
+    if given.get("guidance_buckets") and "max_running_samples" not in given:
+        merges = server_args.batching_max_size > 1 or server_args.batching_delay_ms > 0
+        given["max_running_samples"] = 0 if merges else DEFAULT_RUNNING_SAMPLES
     config = GuidanceConfig(**{_ARGUMENTS[name]: value for name, value in given.items()})
     for name, value in zip(_ARGUMENTS, asdict(config).values()):
         setattr(server_args, name, value)
@@ -137,10 +140,22 @@ def _with_guidance(server_args: Any, given: dict[str, Any]):
 
         require_hooks()
         check_server_args(server_args)
-    elif idle := [name for name in given if name != "guidance_buckets"]:
-        flag = "--" + idle[0].replace("_", "-")
-        raise GuidanceError("--guidance-buckets", 0, f"1 to {MAX_BUCKETS} where {flag} is given")
+        if not config.max_running_samples:
+            _refuse_idle(given, ("max_rows", "schedule_trace"), "--max-running-samples", "1 or more")
+        else:
+            server_args.async_output_save = True  # saving must not stall the samples that run
+    else:
+        names = tuple(name for name in _ARGUMENTS if name != "guidance_buckets")
+        _refuse_idle(given, names, "--guidance-buckets", f"1 to {MAX_BUCKETS}")
     return server_args
+
+
+def _refuse_idle(given: dict[str, Any], names: tuple[str, ...], needs: str, wanted: str) -> None:
+    """No flag is accepted and ignored: raise for one that does nothing while `needs` is 0."""
+    for name in names:
+        if name in given:
+            flag = "--" + name.replace("_", "-")
+            raise GuidanceError(needs, 0, f"{wanted} where {flag} is given")
 
 
 # --- workers ------------------------------------------------------------------------------------

@@ -50,7 +50,9 @@ def check_stepwise(stages: list[Any]) -> None:
     """
     if len(stages) != 1:
         names = ", ".join(type(stage).__name__ for stage in stages)
-        raise GuidanceUnsupported(f"--max-running-samples does not combine with stages {names}")
+        raise GuidanceUnsupported(
+            f"--max-running-samples does not combine with the stages {names}: set it to 0"
+        )
 
 
 def _server_obstacles(server_args: Any) -> Iterator[str]:

@@ -68,21 +68,23 @@ class BucketizedDenoisingMixin:
     def _before_denoising_loop(
         self, ctx: DenoisingContext, batch: Req, server_args: ServerArgs
     ) -> None:
-        # a rank that cannot use its plan says so here too: the others would wait for it
+        # what dynamic batching merged must be the same on every rank, as well as the plan
+        acts_on = (str(batch.request_id), tuple(ctx.latents.shape))
+        plan, refusal = None, None
+        # a rank that cannot go on says so below: the others would wait for it
         try:
             plan = BucketPlan.from_dict(batch.extra[PLAN_KEY])
             refusal = _plan_refusal(plan, ctx)
+            super()._before_denoising_loop(ctx, batch, server_args)
+            sample = plan.samples[0]
+            ctx.extra[RUN_KEY] = GuidedRun(
+                schedule=GuidanceSchedule(bucket_ids=sample.bucket_ids, scales=sample.scales),
+                packed=self._pack(ctx, batch, server_args),
+            )
         except Exception as error:
-            plan, refusal = None, f"it cannot be read: {error!r}"
-        # what dynamic batching merged must be the same on every rank, as well as the plan
-        acts_on = (str(batch.request_id), tuple(ctx.latents.shape))
+            logger.error("No step can be run of request %s", batch.request_id, exc_info=True)
+            refusal = refusal or repr(error)
         agree_on_plan(plan, acts_on=acts_on, refusal=refusal)
-        super()._before_denoising_loop(ctx, batch, server_args)
-        sample = plan.samples[0]
-        ctx.extra[RUN_KEY] = GuidedRun(
-            schedule=GuidanceSchedule(bucket_ids=sample.bucket_ids, scales=sample.scales),
-            packed=self._pack(ctx, batch, server_args),
-        )
 
     def _pack(
         self, ctx: DenoisingContext, batch: Req, server_args: ServerArgs

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A bucketized denoising stage whose samples advance one step at a time, several in one forward."""
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from tqdm.auto import tqdm
 
 from sglang.multimodal_gen.configs.guidance import COND_BRANCH, UNCOND_BRANCH, branches_of
 from sglang.multimodal_gen.runtime.distributed.communication_op import (
@@ -42,14 +44,18 @@ class RunningSample:
 
     Attributes:
         share_key: samples of equal keys may share a forward; None shares with nobody.
+        progress: reports steps to a client that asked for them.
         step: the next step to run.
+        started: when its first step could run, of ``time.monotonic()``.
     """
 
     batch: Req
     ctx: DenoisingContext
     timesteps_cpu: torch.Tensor
     share_key: tuple | None
+    progress: tqdm
     step: int = 0
+    started: float = field(default_factory=time.monotonic)
 
     @property
     def run(self) -> GuidedRun:
@@ -94,6 +100,7 @@ class RowGroup:
 class StepwiseDenoisingMixin(BucketizedDenoisingMixin):
     """`start_sample`, then `step_samples` until it is done, then `finish_sample`."""
 
+    padded_rows: int = 0  # of the last step, up to its row bucket
     _prediction: torch.Tensor | None = None  # made for the sample whose sampler runs next
     _packed: tuple[tuple, PackedRows] | None = None  # of the last shared forward, with its groups
 
@@ -108,6 +115,8 @@ class StepwiseDenoisingMixin(BucketizedDenoisingMixin):
             ctx=ctx,
             timesteps_cpu=ctx.timesteps.cpu(),
             share_key=self._share_key(ctx, batch, server_args),
+            # the bars of samples side by side would overwrite each other
+            progress=self.progress_bar(total=len(ctx.timesteps), batch=batch, disable=True),
         )
 
     def finish_sample(self, sample: RunningSample, server_args: ServerArgs) -> Req:
@@ -163,6 +172,14 @@ class StepwiseDenoisingMixin(BucketizedDenoisingMixin):
                 self._run_denoising_step(sample.ctx, state, sample.batch, server_args)
                 self._record_trajectory(sample.ctx, state, sample.batch, server_args)
                 sample.step += 1
+                sample.progress.update()
+
+    def prepare_step(self, samples: Sequence[RunningSample], server_args: ServerArgs) -> None:
+        """Everything of the next step that can fail before its forward."""
+        for sample in samples:
+            self._step_state(sample, server_args)
+        if len(samples) > 1:
+            self._pack_groups(self._row_groups(samples, server_args))
 
     def _step_state(self, sample: RunningSample, server_args: ServerArgs) -> DenoisingStepState:
         return self._prepare_step_state(

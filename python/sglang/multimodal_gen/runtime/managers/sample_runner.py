@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine side of continuous batching: one rank prepares, steps and decodes samples."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from sglang.multimodal_gen import envs
+from sglang.multimodal_gen.runtime.distributed.parallel_state import get_replica_group
+from sglang.multimodal_gen.runtime.guidance.running import Admitted, Running, label
+from sglang.multimodal_gen.runtime.managers.progress_reporter import get_progress_reporter
+from sglang.multimodal_gen.runtime.managers.request_gc import request_gc
+from sglang.multimodal_gen.runtime.managers.scheduler import Scheduler
+from sglang.multimodal_gen.runtime.observability.metrics import get_metrics
+from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import OutputBatch, Req
+from sglang.multimodal_gen.runtime.pipelines_core.stages.stepwise_denoising import (
+    RunningSample,
+    StepwiseDenoisingMixin,
+)
+from sglang.multimodal_gen.runtime.platforms import current_platform
+from sglang.multimodal_gen.runtime.server_args.server_args import RESIDENT
+from sglang.multimodal_gen.runtime.utils.logging_utils import init_logger
+
+logger = init_logger(__name__)
+
+_MAX_DECODES = 2  # begun and not yet answered; each holds its picture on the device
+
+Answer = Callable[[OutputBatch], None]
+
+
+class SampleRunner:
+    """Runs a pipeline's stages apart: those before denoising, single steps, those after it."""
+
+    def __init__(self, scheduler: Scheduler):
+        self.worker = scheduler.worker
+        self.server_args = scheduler.server_args
+        self.pipeline = self.worker.pipeline
+        index, self.stage = find_stepwise_stage(self.pipeline.stages)
+        self.stages_before = self.pipeline.stages[:index]
+        self.stages_after = self.pipeline.stages[index + 1 :]
+        self.alone = get_replica_group().world_size == 1
+        self.decodes: Any = scheduler._inflight_finalizes  # upstream waits for these when idle
+        self._decoder = ThreadPoolExecutor(1, thread_name_prefix="sgl-diffusion-decode")
+        self._decodes_beside = self.alone and self._all_resident()
+        self._stream = None if current_platform.is_cpu() else torch.get_device_module().Stream()
+
+    def _all_resident(self) -> bool:
+        """Whether the loop may go on while another thread decodes: nothing is moved for either."""
+        return all(
+            self.server_args.residency_mode(use.component_name) == RESIDENT
+            for stage in self.stages_after
+            for use in stage.component_uses(self.server_args)
+        )
+
+    # --- before denoising -----------------------------------------------------------------------
+
+    def prepare(self, requests: list[Req], skip_stages: int = 0) -> list[RunningSample]:
+        """Run the stages before denoising, of a group together; its samples join at the next step.
+
+        Raises:
+            PlanMismatch: on every rank alike.
+            Exception: from a stage, perhaps on this rank alone.
+        """
+        if self.worker.is_sleeping():
+            raise RuntimeError("Server is sleeping. Call resume_memory_occupation first.")
+        request_gc.collect_after_warmup()
+        for req in requests:
+            req.log(server_args=self.server_args)
+            _report_start(req)
+        if any(req.image_path for req in requests):
+            self.drain()  # encoding a source image and decoding use the same VAE
+        stages = self.stages_before[skip_stages:]
+        if len(requests) == 1:
+            prepared = [self._run_stages(stages, requests[0])]
+        else:
+            prepared = self._run_stages(stages, requests, grouped=True)
+        samples = []
+        for req in prepared:
+            with self._inside_stage(req):
+                samples.append(self.stage.start_sample(req, self.server_args))
+        return samples
+
+    # --- denoising ------------------------------------------------------------------------------
+
+    def check(self, samples: list[RunningSample]) -> str | None:
+        """Why these samples' next step cannot begin; None where it can."""
+        try:
+            with self._inside_stage(samples[0].batch):
+                self.stage.prepare_step(samples, self.server_args)
+        except Exception as error:
+            logger.error("A step of %d samples cannot begin", len(samples), exc_info=True)
+            return repr(error)
+        return None
+
+    def advance(self, samples: list[RunningSample]) -> None:
+        """One step of each, in one forward. Raises what the forward raises."""
+        start = time.monotonic()
+        with self._inside_stage(samples[0].batch):
+            self.stage.step_samples(samples, self.server_args)
+        seconds = time.monotonic() - start
+        for sample in samples:
+            if _is_measured(sample.batch):
+                sample.batch.metrics.record_step(seconds)
+
+    # --- after denoising ------------------------------------------------------------------------
+
+    def finish(self, running: Running, answer: Answer) -> None:
+        """Decode, save and answer, beside the loop where nothing forbids it.
+
+        `answer` is called once, by whichever thread is done last.
+        """
+        req = running.sample.batch
+        with self._inside_stage(req):
+            self.stage.finish_sample(running.sample, self.server_args)
+        _record_denoising(self.stage, running.sample)
+        if self._decodes_beside and not _is_measured(req):
+            self._finish_beside(running, answer)
+        else:
+            self._finish_here(running, answer)
+
+    def _finish_beside(self, running: Running, answer: Answer) -> None:
+        while len(self.decodes) >= _MAX_DECODES:
+            self.decodes.popleft().result()
+        ready = None
+        if self._stream is not None:
+            ready = torch.get_device_module().Event()
+            ready.record()
+        self.decodes.append(self._decoder.submit(self._decode, running, ready, answer))
+
+    @request_gc.defer()
+    def _decode(self, running: Running, ready: Any, answer: Answer) -> None:
+        """On the decoding thread, on a stream of its own; must not raise."""
+        req, admitted = running.sample.batch, running.admitted
+        try:
+            with self._on_stream(ready), current_platform.inference_mode(), torch.no_grad():
+                result = req
+                for stage in self.stages_after:
+                    # everything is resident: the manager belongs to the loop's thread
+                    stage.set_component_residency_manager(None)
+                    result = stage(result, self.server_args)
+                output = self.worker._to_output_batch(result)
+                del result
+                output = self._complete(admitted, running.index, output)
+                if output is not None:
+                    self._finalize(admitted, output)
+        except Exception as error:
+            output = failure(admitted.item, error)
+        if output is not None:
+            answer(output)
+
+    @contextmanager
+    def _on_stream(self, ready: Any):
+        if self._stream is None:
+            yield
+            return
+        device_module = torch.get_device_module()
+        with device_module.device(self.worker.local_rank), device_module.stream(self._stream):
+            self._stream.wait_event(ready)
+            yield
+            self._stream.synchronize()
+
+    def _finalize(self, admitted: Admitted, output: OutputBatch) -> None:
+        metrics = self.worker._iter_output_metrics(output)
+        for one in metrics:
+            one.total_duration_ms = (time.monotonic() - admitted.start_time) * 1000
+        self.worker._finalize_output_batch(
+            output_batch=output,
+            req=admitted.requests[0],
+            save_output_paths=self._saver(admitted),
+            output_metrics=metrics,
+            deferred=True,
+        )
+
+    def _finish_here(self, running: Running, answer: Answer) -> None:
+        """On the loop's thread: decoding runs collectives, or what it needs is moved for it."""
+        admitted = running.admitted
+        try:
+            result = self._run_stages(self.stages_after, running.sample.batch)
+        except Exception as error:
+            answer(failure(admitted.item, error))
+            return
+        output = self.worker._to_output_batch(result)
+        output = self._complete(admitted, running.index, output)
+        if output is None:
+            return
+        output = self.worker._execute_forward_common(
+            admitted.requests[0],
+            forward_fn=lambda: output,
+            log_reqs=[],
+            return_req=False,
+            save_output_paths=self._saver(admitted),
+            error_context=label(admitted.item),
+            execution_start_time=admitted.start_time,
+            defer_finalize=not current_platform.is_cpu(),
+        )
+        finalize = self.worker.take_deferred_finalize()
+        if finalize is None:
+            answer(output)
+        else:
+            self.decodes.append(self._decoder.submit(_finalize_deferred, finalize, output, answer))
+
+    def _complete(self, admitted: Admitted, index: int, output: OutputBatch) -> OutputBatch | None:
+        """The output of the whole item, if this was the last of its requests."""
+        admitted.outputs[index] = output
+        if any(one is None for one in admitted.outputs):
+            return None
+        if len(admitted.outputs) == 1:
+            return output
+        return self.worker._merge_expanded_output_batches(admitted.outputs)
+
+    def _saver(self, admitted: Admitted) -> Callable[[OutputBatch], None]:
+        requests = admitted.requests
+        if len(requests) > 1:
+            return partial(self.worker._save_group_output_paths, requests)
+        return partial(self.worker._save_output_paths, requests[0])
+
+    def drain(self) -> None:
+        """Wait until nothing is decoded beside the loop."""
+        while self.decodes:
+            future: Future = self.decodes.popleft()
+            future.result()
+
+    def close(self) -> None:
+        self.drain()
+        self._decoder.shutdown()
+
+    # --- pieces ---------------------------------------------------------------------------------
+
+    def _run_stages(self, stages: list, payload: Any, *, grouped: bool = False) -> Any:
+        self.pipeline._install_component_residency_manager(self.server_args)
+        executor = self.pipeline.executor
+        execute = executor.execute_group if grouped else executor.execute
+        with current_platform.inference_mode(), torch.no_grad():
+            return execute(stages, payload, self.server_args)
+
+    @contextmanager
+    def _inside_stage(self, req: Req):
+        """What the executor puts around a stage, around a part of this one."""
+        executor = self.pipeline.executor
+        with ExitStack() as stack:
+            stack.enter_context(current_platform.inference_mode())
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(
+                executor._component_residency_request([self.stage], req, self.server_args)
+            )
+            executor.before_stage(self.stage, 0, req, self.server_args)
+            executor.component_residency_manager.begin_stage()
+            stack.callback(executor.component_residency_manager.end_stage)
+            stack.callback(self.stage._finish_active_component_use)
+            yield
+
+
+def find_stepwise_stage(stages: list) -> tuple[int, Any]:
+    """Index and stage of the one that advances step by step, seen through a routing wrapper."""
+    for index, stage in enumerate(stages):
+        inner = getattr(stage, "standard_stage", stage)
+        if isinstance(inner, StepwiseDenoisingMixin):
+            return index, inner
+    raise LookupError("the pipeline has no stepwise denoising stage")
+
+
+def failure(item: Any, error: Exception | str) -> OutputBatch:
+    """The answer to an item that failed; the error is logged here."""
+    cause = error if isinstance(error, Exception) else None
+    logger.error("Error executing %s: %s", label(item), error, exc_info=cause)
+    return OutputBatch(error=f"Error executing {label(item)}: {error}")
+
+
+def _report_start(req: Req) -> None:
+    reporter = get_progress_reporter()
+    if reporter is not None and req.report_progress:
+        reporter.start(request_ids=req.client_request_ids())
+
+
+def _is_measured(req: Req) -> bool:
+    """Whether somebody reads the request's timings; upstream measures such requests on the loop."""
+    return req.perf_dump_path is not None or envs.SGLANG_DIFFUSION_STAGE_LOGGING
+
+
+def _record_denoising(stage: StepwiseDenoisingMixin, sample: RunningSample) -> None:
+    """What upstream's profiler would record around the stage: here its parts are apart."""
+    name = stage._active_profile_stage_name()
+    seconds = time.monotonic() - sample.started
+    if (metrics := get_metrics()) is not None:
+        metrics.observe_stage(name, seconds)
+    sample.batch.metrics.denoising_stages.add(name)
+    if _is_measured(sample.batch):
+        sample.batch.metrics.record_stage(name, seconds)
+
+
+def _finalize_deferred(finalize: Callable[[], None], output: OutputBatch, answer: Answer) -> None:
+    try:
+        finalize()
+    except Exception as error:
+        logger.error("Saving failed", exc_info=True)
+        output = OutputBatch(error=f"Saving failed: {error}")
+    answer(output)
