@@ -6,6 +6,7 @@ import pytest
 from harness.engine import FP32, Engine
 from harness.processes import probe_environment
 from harness.recording import Recording
+from harness.server import FP32_FLAGS, Server
 
 
 @pytest.fixture(scope="session")
@@ -26,6 +27,17 @@ def glm_recorded(glm, recording):
         **FP32,
     ) as engine:
         yield engine
+
+
+@pytest.fixture(scope="session")
+def probed(glm, tmp_path_factory):
+    """A server with a trace, and a probe that fails or slows marked requests."""
+    trace = tmp_path_factory.mktemp("trace") / "trace.json"
+    flags = ("--guidance-buckets", "8", "--schedule-trace", str(trace), "--enable-metrics")
+    environment = probe_environment(PROBE_SLOW="1", PROBE_FAIL="1")
+    with Server(glm, *flags, *FP32_FLAGS, env=environment) as started:
+        started.trace = trace
+        yield started
 
 
 @pytest.fixture(scope="session")

@@ -1,183 +1,133 @@
-"""Continuous batching: each picture equals its solo run, whoever else ran; nothing is lost."""
+"""Continuous batching: each picture equals its solo run, whoever else ran beside it."""
 
-import json
-import random
-import socket
-import time
+import io
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from openai import OpenAI
+from PIL import Image
 
-from harness.processes import probe_environment
-from harness.server import FP32_FLAGS, HTTPFailure, Server, pixels, pngs
+from harness.batching import assert_same_pictures, mixed_requests, together, trace_events
+from harness.server import FP32_FLAGS, Server, pixels, pngs
 
-BATCHING = ("--guidance-buckets", "8", "--max-running-samples", "8", "--enable-metrics")
-CURVES = [
-    *("constant:2", "front:3:1@0.5", "interval:4@0.3-0.7", "constant:1"),
-    *("linear:4:1.2", "peak:1:3@0.5", "constant:0", "front:5:1@0.2"),
-]
-LAYOUTS = {
-    "one rank": (),
-    "tp2": ("--num-gpus", "2", "--tp-size", "2"),
-    "cfg2": ("--num-gpus", "2", "--enable-cfg-parallel"),
-}
+ALONE = ("--guidance-buckets", "8", "--max-running-samples", "0")
+CFG_PARALLEL = ("--guidance-buckets", "8", "--num-gpus", "2", "--enable-cfg-parallel")
 
 
-def requests() -> list[dict]:
-    """Different prompts, curves, steps, seeds and quoted texts."""
-    quotes = ["", ' "a"', ' "two words"', ' "x" and "y"']
-    return [
-        dict(
-            prompt=f"picture {i}{quotes[i % 4]}",
-            guidance_curve=curve,
-            num_inference_steps=4 + i,
-            seed=100 + i,
-        )
-        for i, curve in enumerate(CURVES)
-    ]
-
-
-def together(server, bodies: list[dict], spread: float = 0.0) -> list:
-    """Answers (or failures) in order; each request starts at a random time within `spread` s."""
-    starts = random.Random(1)
-    delays = [starts.uniform(0, spread) for _ in bodies]
-
-    def send(body, delay):
-        time.sleep(delay)
-        try:
-            return server.generate(**body)
-        except HTTPFailure as failure:
-            return failure
-
-    with ThreadPoolExecutor(len(bodies)) as pool:
-        return list(pool.map(send, bodies, delays))
-
-
-def assert_same_pictures(got, wanted):
-    for one, other in zip(got, wanted, strict=True):
-        difference = np.abs(pixels(pngs(one)[0]) - pixels(pngs(other)[0]))
-        assert difference.max() <= 1
-        assert one["guidance"] == other["guidance"]
-
-
-@pytest.fixture(scope="module", params=LAYOUTS)
-def batching(request, glm):
-    with Server(glm, *BATCHING, *LAYOUTS[request.param], *FP32_FLAGS) as started:
+@pytest.fixture(scope="module")
+def solo_server(glm):
+    """Requests run one after the other, in upstream's loop."""
+    with Server(glm, *ALONE, *FP32_FLAGS) as started:
         yield started
 
 
 @pytest.fixture(scope="module")
-def solo(server):
-    """What a server without continuous batching answers."""
-    return [server.generate(**body) for body in requests()]
-
-
-def test_each_picture_equals_its_solo_run(batching, solo):
-    bodies = requests()
-    assert_same_pictures(together(batching, bodies), solo)
-    assert_same_pictures(together(batching, bodies[::-1], spread=2.0), solo[::-1])
+def solo(solo_server):
+    return [solo_server.generate(**body) for body in mixed_requests()]
 
 
 @pytest.fixture(scope="module")
-def plain(glm, tmp_path_factory):
-    """One rank, with a trace and a probe that fails marked requests."""
-    trace = tmp_path_factory.mktemp("trace") / "trace.json"
-    environment = probe_environment(PROBE_FAIL="1")
-    with Server(
-        glm, *BATCHING, "--schedule-trace", str(trace), *FP32_FLAGS, env=environment
-    ) as started:
-        started.trace = trace
+def cfg_parallel(glm):
+    with Server(glm, *CFG_PARALLEL, *FP32_FLAGS) as started:
         yield started
 
 
-def test_join_at_every_step(plain, server):
-    """A short request joins a long one at each of its steps, and leaves it again."""
-    long = dict(guidance_curve="front:3:1@0.5", num_inference_steps=12, seed=1, prompt="long")
+@pytest.mark.parametrize("layout", ["server", "cfg_parallel"])
+def test_each_picture_equals_its_solo_run(request, layout, solo):
+    server = request.getfixturevalue(layout)
+    bodies = mixed_requests()
+    assert_same_pictures(together(server, bodies), solo)
+    assert_same_pictures(together(server, bodies[::-1], spread=2.0), solo[::-1])
+
+
+def test_join_and_leave_at_every_step(probed, solo_server):
+    """One-step requests join a long one at each of its steps, and leave it again."""
+    long = dict(
+        guidance_curve="front:3:1@0.5", num_inference_steps=12, seed=1, prompt="slow step"
+    )
     short = dict(guidance_curve="constant:2", num_inference_steps=1, seed=2, prompt="short")
-    wanted = [server.generate(**long), server.generate(**short)]
-    for _ in range(3):
-        bodies = [long] + [short] * 5
-        got = together(plain, bodies, spread=1.5)
-        assert_same_pictures(got, [wanted[0]] + [wanted[1]] * 5)
+    wanted = [solo_server.generate(**long), solo_server.generate(**short)]
+    bodies = [long] + [short] * 16
+    got = together(probed, bodies, every=0.45)
+    assert_same_pictures(got, [wanted[0]] + [wanted[1]] * 16)
+    events = [event for event in trace_events(probed.trace) if event["name"].startswith("bucket")]
+    lane = max(events, key=lambda event: event["args"]["step"])["tid"]
+    at = {event["ts"]: event["args"]["step"] for event in events if event["tid"] == lane}
+    joined = {at[event["ts"]] for event in events if event["tid"] != lane and event["ts"] in at}
+    assert joined >= set(range(1, 12))
 
 
-def test_sizes_that_cannot_share(plain, server):
-    bodies = [dict(size="64x64", seed=i) for i in range(3)] + [
-        dict(size="96x64", seed=i, n=2) for i in range(2)
-    ]
-    wanted = [server.generate(**body) for body in bodies]
-    assert_same_pictures(together(plain, bodies), wanted)
+def test_decoding_leaves_the_loop(probed, solo_server):
+    """Another request is taken, stepped and decoded while one is being decoded."""
+    slow = dict(prompt="slow decode", num_inference_steps=1)
+    other = dict(prompt="other", num_inference_steps=30)
+    wanted = [solo_server.generate(**slow), solo_server.generate(**other)]
+    assert_same_pictures(together(probed, [slow, other]), wanted)
+    events = trace_events(probed.trace)
+    decode = max((e for e in events if e["name"] == "decode"), key=lambda event: event["dur"])
+    steps = [event for event in events if event["name"] == "step"]
+    beside = [e for e in steps if 0 < e["ts"] - decode["ts"] < decode["dur"] - e["dur"]]
+    assert len(beside) >= 20
 
 
-def test_one_bad_row_fails_alone(plain, server):
-    good = dict(guidance_curve="constant:2", seed=3, num_inference_steps=8)
-    wanted = server.generate(**good)
-    for where in ("prepare", "row", "decode"):
-        bodies = [good, dict(good, prompt=f"probe: fail in {where}"), good]
-        first, failed, last = together(plain, bodies)
-        assert_same_pictures([first, last], [wanted, wanted])
-        assert failed.status == 500
-        assert f"probe failed in {where}" in plain.log.read_text()
-
-
-def disconnect_after(server, body: dict, seconds: float) -> None:
-    data = json.dumps(body).encode()
-    host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(
-            b"POST /v1/images/generations HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-            + f"Content-Length: {len(data)}\r\n\r\n".encode()
-            + data
-        )
-        time.sleep(seconds)
-
-
-def test_a_client_that_goes_away_gives_its_rows_back(plain):
-    body = dict(prompt="gone", size="64x64", num_inference_steps=5000, response_format="b64_json")
-    disconnect_after(plain, body, 3.0)
-    start = time.monotonic()
-    plain.generate(num_inference_steps=4)
-    assert time.monotonic() - start < 20  # 5000 steps would take far longer
-    deadline = time.monotonic() + 20
-    while "was aborted: its client is gone" not in plain.log.read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-
-
-def test_many_requests_and_cancels(plain):
-    """Every request is answered once; cancelled ones leave nothing behind."""
-    choice = random.Random(2)
-    bodies = [
-        dict(
-            size=choice.choice(["64x64", "96x64"]),
-            num_inference_steps=choice.randint(1, 8),
-            guidance_curve=choice.choice(CURVES),
-            seed=i,
-        )
-        for i in range(30)
-    ]
-    cancelled = [choice.uniform(0, 3) for _ in range(8)]
-    with ThreadPoolExecutor(40) as pool:
-        gone = [
-            pool.submit(disconnect_after, plain, dict(bodies[0], prompt="gone"), seconds)
-            for seconds in cancelled
-        ]
-        answers = list(pool.map(lambda body: plain.generate(**body), bodies))
-        for future in gone:
-            future.result()
-    assert len({answer["id"] for answer in answers}) == len(bodies)
-    for body, answer in zip(bodies, answers):
-        steps = body["num_inference_steps"]
-        assert answer["guidance"]["buckets"][-1]["steps"][1] == steps - 1
-
-
-def test_trace(plain):
-    """The trace says which samples shared which step."""
-    together(plain, requests())
-    events = json.loads(plain.trace.read_text().rstrip().rstrip(",") + "]")
+def test_shared_steps_keep_the_row_budget(probed):
+    together(probed, mixed_requests())
+    events = trace_events(probed.trace)
     steps = [event for event in events if event["name"] == "step"]
     assert max(event["args"]["samples"] for event in steps) >= 3
     assert all(event["args"]["rows"] <= 16 for event in steps)
-    lanes = {event["tid"] for event in events if event["name"] == "decode"}
-    assert len(lanes) >= 8
+
+
+def test_sizes_that_cannot_share(server, solo_server):
+    bodies = [dict(size="64x64", seed=i) for i in range(3)] + [
+        dict(size="96x64", seed=i, n=2) for i in range(2)
+    ]
+    wanted = [solo_server.generate(**body) for body in bodies]
+    assert_same_pictures(together(server, bodies), wanted)
+
+
+def source_image() -> bytes:
+    data = io.BytesIO()
+    Image.fromarray(np.indices((64, 64, 3)).sum(0).astype(np.uint8) * 2).save(data, "PNG")
+    return data.getvalue()
+
+
+def edit(server, seed: int) -> dict:
+    client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    response = client.images.edit(
+        model="any",
+        image=("source.png", source_image()),
+        prompt="make it blue",
+        size="64x64",
+        response_format="b64_json",
+        extra_body=dict(
+            num_inference_steps=8, seed=seed, guidance_curve="front:3:1@0.5", output_format="png"
+        ),
+    )
+    return {"data": [{"b64_json": response.data[0].b64_json}], "guidance": response.guidance}
+
+
+def test_image_to_image_between_the_others(server, solo_server):
+    """Samples with a key/value cache of their own run alone, between the others' steps."""
+    seeds, bodies = range(3), mixed_requests()[:4]
+    wanted_edits = [edit(solo_server, seed) for seed in seeds]
+    wanted = [solo_server.generate(**body) for body in bodies]
+    with ThreadPoolExecutor(3) as pool:
+        edits = pool.map(lambda seed: edit(server, seed), seeds)
+        assert_same_pictures(together(server, bodies), wanted)
+        assert_same_pictures(list(edits), wanted_edits)
+
+
+def test_the_state_of_a_second_order_sampler_stays_with_its_sample(checkpoints):
+    flags = (*FP32_FLAGS, "--text-encoder-precisions", "fp32")
+    bodies = [
+        dict(prompt=f"picture {i}", guidance_curve=curve, num_inference_steps=4 + 2 * i, seed=i)
+        for i, curve in enumerate(["constant:3", "front:4:1@0.5", "constant:1", "linear:5:1"])
+    ]
+    with Server(checkpoints["sana"], "--guidance-buckets", "8", *flags) as sana:
+        wanted = [sana.generate(**body) for body in bodies]
+        for spread in (0.0, 0.3):
+            assert_same_pictures(together(sana, bodies, spread=spread), wanted)
+    pictures = [pixels(pngs(one)[0]) for one in wanted]
+    assert all(np.abs(one - pictures[0]).max() > 1 for one in pictures[1:])

@@ -7,17 +7,22 @@ Settings in the environment:
         and seed, for every engine with this setting.
     PROBE_FP32: comma-separated parts that compute in fp32: timestep, attention.
     PROBE_NO_SYNC: a step of a request whose prompt says "no sync" raises where it syncs the device.
-    PROBE_FAIL: requests whose prompt says "fail in prepare", "row" or "decode" fail there.
+    PROBE_FAIL: requests whose prompt says "fail in prepare", "row" or "decode" fail there; those
+        that go on "on rank 1" fail on that rank alone.
+    PROBE_SLOW: requests whose prompt says "slow step" or "slow decode" take `SLOW_SECONDS` longer
+        there.
     PROBE_BREAK_HOOK: hooks on a target that ends so cannot be applied, as if upstream had moved it.
 """
 
 import hashlib
 import itertools
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
 _calls = itertools.count()
+SLOW_SECONDS = {"step": 0.4, "decode": 2.0}
 
 
 def register() -> None:
@@ -74,6 +79,13 @@ def register() -> None:
             (f"{glm_image}.GlmImageDecodingStage.forward", fail_in_decode),
         ):
             HookRegistry.register(target, hook, HookType.BEFORE)
+    if "PROBE_SLOW" in os.environ:
+        HookRegistry.register(
+            f"{stages}.denoising.DenoisingStage._run_denoising_step", slow_step, HookType.BEFORE
+        )
+        HookRegistry.register(
+            f"{glm_image}.GlmImageDecodingStage.forward", slow_decode, HookType.BEFORE
+        )
     if "PROBE_SPOIL_RANK" in os.environ:
         HookRegistry.register(
             "sglang.multimodal_gen.runtime.guidance.agreement.agree_on_plan",
@@ -145,7 +157,11 @@ def raise_on_sync(original, stage, *args, **kwargs):
 
 
 def _fail(batch, where: str) -> None:
-    if f"fail in {where}" in str(batch.prompt):
+    import torch.distributed as dist
+
+    prompt = str(batch.prompt)
+    everywhere = "on rank 1" not in prompt
+    if f"fail in {where}" in prompt and (everywhere or dist.get_rank() == 1):
         raise RuntimeError(f"probe failed in {where}")
 
 
@@ -160,3 +176,16 @@ def fail_in_row(stage, ctx, batch, *args, **kwargs) -> None:
 
 def fail_in_decode(stage, batch, *args, **kwargs) -> None:
     _fail(batch, "decode")
+
+
+def _linger(batch, where: str) -> None:
+    if f"slow {where}" in str(batch.prompt) and not batch.is_warmup:
+        time.sleep(SLOW_SECONDS[where])
+
+
+def slow_step(stage, ctx, step, batch, *args, **kwargs) -> None:
+    _linger(batch, "step")
+
+
+def slow_decode(stage, batch, *args, **kwargs) -> None:
+    _linger(batch, "decode")

@@ -141,9 +141,10 @@ def _with_guidance(server_args: Any, given: dict[str, Any]):
         require_hooks()
         check_server_args(server_args)
         if not config.max_running_samples:
-            _refuse_idle(given, ("max_rows", "schedule_trace"), "--max-running-samples", "1 or more")
+            loop_flags = ("max_rows", "schedule_trace")
+            _refuse_idle(given, loop_flags, "--max-running-samples", "1 or more")
         else:
-            server_args.async_output_save = True  # saving must not stall the samples that run
+            server_args.async_output_save = True  # saving must not stall the others
     else:
         names = tuple(name for name in _ARGUMENTS if name != "guidance_buckets")
         _refuse_idle(given, names, "--guidance-buckets", f"1 to {MAX_BUCKETS}")

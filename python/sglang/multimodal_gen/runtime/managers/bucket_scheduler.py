@@ -17,6 +17,7 @@ import zmq
 
 from sglang.multimodal_gen.runtime.distributed.parallel_state import get_replica_group
 from sglang.multimodal_gen.runtime.distributed.utils import broadcast_pyobj
+from sglang.multimodal_gen.runtime.entrypoints.control_requests import ListLorasReq
 from sglang.multimodal_gen.runtime.guidance.abort import AbortReq
 from sglang.multimodal_gen.runtime.guidance.agreement import (
     PlanMismatch,
@@ -176,7 +177,8 @@ class BucketScheduler:
         for index, (_, item, _) in enumerate(self.waiting):
             if not joins(item):
                 # what changes the weights waits for the running samples and holds the others back
-                if requests_of(item) or (index == 0 and not self.running):
+                reads = requests_of(item) or isinstance(item, ListLorasReq)
+                if reads or (index == 0 and not self.running):
                     return Decision(action="dispatch", waiting_index=index)
                 return None
             prior = self.priors.get(id(item))

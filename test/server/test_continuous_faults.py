@@ -1,0 +1,168 @@
+"""Continuous batching when something goes wrong: nothing hangs, nothing is lost, one bad request
+is one error."""
+
+import json
+import random
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+
+from harness.batching import (
+    CURVES,
+    assert_same_pictures,
+    disconnect_after,
+    mixed_requests,
+    together,
+)
+from harness.processes import probe_environment
+from harness.server import FP32_FLAGS, HTTPFailure, Server
+
+GOOD = dict(guidance_curve="constant:2", seed=3, num_inference_steps=8)
+PLACES = ("prepare", "row", "decode")
+
+
+@pytest.fixture(scope="module")
+def ranks(glm):
+    with Server(
+        glm,
+        *("--guidance-buckets", "8", "--num-gpus", "2", "--tp-size", "2", *FP32_FLAGS),
+        env=probe_environment(PROBE_FAIL="1"),
+    ) as started:
+        yield started
+
+
+def metric(server, name: str) -> float:
+    return sum(
+        float(value)
+        for value in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", server.get("/metrics"), re.M)
+    )
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_one_bad_row_fails_alone(probed, server, where):
+    wanted = server.generate(**GOOD)
+    bodies = [GOOD, dict(GOOD, prompt=f"fail in {where}"), GOOD]
+    first, failed, last = together(probed, bodies)
+    assert_same_pictures([first, last], [wanted, wanted])
+    assert failed.status == 500
+    assert f"probe failed in {where}" in probed.log.read_text()
+
+
+def test_control_requests_between_the_steps(probed, server):
+    """A control request that only reads is answered while others run; one that writes waits."""
+    long = dict(GOOD, num_inference_steps=200)
+    wanted = server.generate(**long)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(probed.generate, **long)
+        time.sleep(1.0)
+        probed.get("/v1/list_loras")
+        assert not running.done()
+        checksums = probed.post("/get_weights_checksum", {})
+        assert checksums and running.done()
+        assert_same_pictures([running.result()], [wanted])
+
+
+def test_a_client_that_goes_away_gives_its_rows_back(probed):
+    body = dict(prompt="gone", size="64x64", num_inference_steps=5000, response_format="b64_json")
+    disconnect_after(probed, body, 3.0)
+    start = time.monotonic()
+    probed.generate(num_inference_steps=4)
+    assert time.monotonic() - start < 20  # 5000 steps would take far longer
+    deadline = time.monotonic() + 20
+    while "was aborted: its client is gone" not in probed.log.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def memory(server) -> int:
+    """Bytes resident in the server's processes."""
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    return sum(child.memory_info().rss for child in children)
+
+
+def many_requests(server, count: int, seed: int) -> None:
+    """So many with random shapes, and one cancelled request to every three of them."""
+    choice = random.Random(seed)
+    bodies = [
+        dict(
+            size=choice.choice(["64x64", "96x64", "64x96"]),
+            num_inference_steps=choice.randint(1, 8),
+            guidance_curve=choice.choice(CURVES),
+            seed=i,
+        )
+        for i in range(count)
+    ]
+    with ThreadPoolExecutor(count * 2) as pool:
+        gone = [
+            pool.submit(disconnect_after, server, dict(bodies[0], prompt="gone"), seconds)
+            for seconds in [choice.uniform(0, 4) for _ in range(count // 3)]
+        ]
+        answers = list(pool.map(lambda body: server.generate(**body), bodies))
+        for future in gone:
+            future.result()
+    assert len({answer["id"] for answer in answers}) == count
+    for body, answer in zip(bodies, answers):
+        steps = body["num_inference_steps"]
+        assert answer["guidance"]["buckets"][-1]["steps"][1] == steps - 1
+
+
+def test_many_requests_and_cancels(probed):
+    """Every request is answered once; cancelled ones leave nothing behind, nor does any other."""
+    many_requests(probed, 12, seed=1)  # every shape once
+    before = memory(probed)
+    many_requests(probed, 50, seed=2)
+    assert memory(probed) < before + 64 * 2**20
+    deadline = time.monotonic() + 20
+    while metric(probed, "sglang:diffusion_running_samples"):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert metric(probed, "sglang:diffusion_waiting_items") == 0
+
+
+def test_metrics_and_log(probed):
+    names = ("shared_steps_total", "admission_wait_seconds_count", "step_rows_total")
+    before = {name: metric(probed, f"sglang:diffusion_{name}") for name in names}
+    answer = probed.generate(num_inference_steps=6, guidance_curve="front:3:1@0.5")
+    after = {name: metric(probed, f"sglang:diffusion_{name}") for name in names}
+    grown = [after[name] - before[name] for name in names]
+    assert grown == [6, 1, sum(answer["guidance"]["forwards"].values())]
+    assert re.search(r"Running \d+, waiting \d+; .* admission wait", probed.log.read_text())
+
+
+def test_each_picture_equals_its_solo_run_on_two_ranks(ranks, server):
+    bodies = mixed_requests()
+    wanted = [server.generate(**body) for body in bodies]
+    assert_same_pictures(together(ranks, bodies, spread=1.0), wanted)
+
+
+@pytest.mark.parametrize("where", ["prepare", "row", "row on rank 1"])
+def test_failures_before_a_forward_are_agreed(ranks, server, where):
+    wanted = server.generate(**GOOD)
+    bodies = [GOOD, dict(GOOD, prompt=f"fail in {where}"), GOOD]
+    first, failed, last = together(ranks, bodies)
+    assert_same_pictures([first, last], [wanted, wanted])
+    assert failed.status == 500
+
+
+def test_a_killed_rank_answers_everybody(ranks):
+    """Last: the server does not come back."""
+    children = psutil.Process(ranks.process.pid).children(recursive=True)
+    (worker,) = [child for child in children if child.name().endswith("scheduler_TP1")]
+    bodies = [dict(GOOD, num_inference_steps=3000, seed=i) for i in range(4)]
+    with ThreadPoolExecutor(5) as pool:
+        answers = pool.submit(together, ranks, bodies)
+        time.sleep(4.0)
+        assert not answers.done()
+        worker.kill()
+        failures = answers.result(timeout=10)
+    assert all(isinstance(one, HTTPFailure) and one.status >= 500 for one in failures)
+    with pytest.raises(HTTPFailure) as unhealthy:
+        ranks.get("/health")
+    assert unhealthy.value.status == 503
+    assert "exited" in json.loads(unhealthy.value.body)["error"]
+    with pytest.raises(HTTPFailure) as refused:
+        ranks.generate()
+    assert refused.value.status == 503
