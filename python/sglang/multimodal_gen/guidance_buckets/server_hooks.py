@@ -125,6 +125,13 @@ def _split(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return given, {name: value for name, value in kwargs.items() if name not in _ARGUMENTS}
 
 
+def guidance_arguments(server_args: Any) -> dict[str, Any]:
+    """The keywords that make `from_kwargs` set the same values again."""
+    if not guidance_is_on(server_args):
+        return {}
+    return {name: getattr(server_args, name) for name in _ARGUMENTS}
+
+
 def _with_guidance(server_args: Any, given: dict[str, Any]):
     """Set every attribute of `_ARGUMENTS` on `server_args`, checked."""
     if isinstance(given.get("guidance_curve"), list):  # from a config file
