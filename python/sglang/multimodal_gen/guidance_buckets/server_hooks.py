@@ -138,7 +138,8 @@ def _with_guidance(server_args: Any, given: dict[str, Any]):
         given["guidance_curve"] = json.dumps(given["guidance_curve"])
     if given.get("guidance_buckets") and "max_running_samples" not in given:
         merges = server_args.batching_max_size > 1 or server_args.batching_delay_ms > 0
-        given["max_running_samples"] = 0 if merges else DEFAULT_RUNNING_SAMPLES
+        whole = merges or server_args.disagg_role != "monolithic"
+        given["max_running_samples"] = 0 if whole else DEFAULT_RUNNING_SAMPLES
     config = GuidanceConfig(**{_ARGUMENTS[name]: value for name, value in given.items()})
     for name, value in zip(_ARGUMENTS, asdict(config).values()):
         setattr(server_args, name, value)
