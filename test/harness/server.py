@@ -149,3 +149,24 @@ def pngs(response: Mapping[str, Any]) -> list[bytes]:
 
 def pixels(png: bytes) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(png)).convert("RGB")).astype(int)
+
+
+def denoiser_command(model: Path, work_port: int, head_port: int, *flags: str) -> list[str]:
+    """One denoiser of the head + denoisers topology; it has no HTTP port of its own."""
+    (master_port,) = free_ports(1)
+    return [
+        *(str(Path(sys.executable).parent / "sglang"), "serve", "--model-path", str(model)),
+        *("--disagg-role", "denoiser", "--disagg-server-addr", f"tcp://127.0.0.1:{head_port}"),
+        *("--scheduler-port", str(work_port), "--master-port", str(master_port)),
+        *("--num-gpus", "1", "--batching-max-size", "1", *flags),
+    ]
+
+
+def head_command(model: Path, head_port: int, work_ports: list[int], *flags: str) -> list[str]:
+    (port,) = free_ports(1)
+    urls = ";".join(f"tcp://127.0.0.1:{work_port}" for work_port in work_ports)
+    return [
+        *(str(Path(sys.executable).parent / "sglang"), "serve", "--model-path", str(model)),
+        *("--disagg-role", "server", "--denoiser-urls", urls, "--port", str(port)),
+        *("--scheduler-port", str(head_port), *flags),
+    ]

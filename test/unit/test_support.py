@@ -7,7 +7,12 @@ import pytest
 
 from sglang.multimodal_gen.configs.pipeline_configs.glm_image import GlmImagePipelineConfig
 from sglang.multimodal_gen.configs.pipeline_configs.zimage import ZImagePipelineConfig
-from sglang.multimodal_gen.runtime.guidance.support import GuidanceUnsupported, denoising_stages
+from sglang.multimodal_gen.runtime.disaggregation.roles import RoleType
+from sglang.multimodal_gen.runtime.guidance.support import (
+    GuidanceUnsupported,
+    check_server_args,
+    denoising_stages,
+)
 from sglang.multimodal_gen.runtime.pipelines_core.stages.denoising import DenoisingStage
 from sglang.multimodal_gen.runtime.pipelines_core.stages.progressive_resolution.denoising import (
     ProgressiveDenoisingStageRouter,
@@ -68,3 +73,44 @@ def test_a_stage_with_a_loop_of_its_own(name):
     own = getattr(importlib.import_module(f"{STAGES}.{module}"), cls)
     with pytest.raises(GuidanceUnsupported, match=f"{cls} has a loop of its own"):
         denoising_stages(pipeline(stage(own)))
+
+
+def server_args(**attributes):
+    """What the check looks at, of a server that it accepts."""
+    defaults = dict(
+        backend=None,
+        comfyui_mode=False,
+        enable_breakable_cuda_graph=False,
+        disagg_role=RoleType.MONOLITHIC,
+        pipeline_config=GlmImagePipelineConfig(),
+        srt_encoder_url="http://127.0.0.1:1",
+        encoder_urls=None,
+        decoder_urls=None,
+        max_running_samples=0,
+        batching_max_size=1,
+        batching_delay_ms=0,
+    )
+    return SimpleNamespace(**{**defaults, **attributes})
+
+
+@pytest.mark.parametrize("role", [RoleType.MONOLITHIC, RoleType.SERVER, RoleType.DENOISER])
+def test_roles_of_glm_image(role):
+    check_server_args(server_args(disagg_role=role))
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        (dict(disagg_role=RoleType.ENCODER), "--disagg-role encoder"),
+        (dict(disagg_role=RoleType.DECODER), "--disagg-role decoder"),
+        (dict(disagg_role=RoleType.DENOISER, srt_encoder_url=None), "without --srt-encoder-url"),
+        (
+            dict(disagg_role=RoleType.DENOISER, pipeline_config=ZImagePipelineConfig()),
+            "of another model",
+        ),
+        (dict(disagg_role=RoleType.SERVER, encoder_urls="tcp://a:1"), "--encoder-urls"),
+    ],
+)
+def test_other_roles_are_refused(attributes, message):
+    with pytest.raises(GuidanceUnsupported, match=message):
+        check_server_args(server_args(**attributes))

@@ -125,13 +125,21 @@ def _split(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return given, {name: value for name, value in kwargs.items() if name not in _ARGUMENTS}
 
 
+def guidance_arguments(server_args: Any) -> dict[str, Any]:
+    """The keywords that make `from_kwargs` set the same values again."""
+    if not guidance_is_on(server_args):
+        return {}
+    return {name: getattr(server_args, name) for name in _ARGUMENTS}
+
+
 def _with_guidance(server_args: Any, given: dict[str, Any]):
     """Set every attribute of `_ARGUMENTS` on `server_args`, checked."""
     if isinstance(given.get("guidance_curve"), list):  # from a config file
         given["guidance_curve"] = json.dumps(given["guidance_curve"])
     if given.get("guidance_buckets") and "max_running_samples" not in given:
         merges = server_args.batching_max_size > 1 or server_args.batching_delay_ms > 0
-        given["max_running_samples"] = 0 if merges else DEFAULT_RUNNING_SAMPLES
+        whole = merges or server_args.disagg_role != "monolithic"
+        given["max_running_samples"] = 0 if whole else DEFAULT_RUNNING_SAMPLES
     config = GuidanceConfig(**{_ARGUMENTS[name]: value for name, value in given.items()})
     for name, value in zip(_ARGUMENTS, asdict(config).values()):
         setattr(server_args, name, value)

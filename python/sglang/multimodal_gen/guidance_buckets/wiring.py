@@ -194,6 +194,27 @@ GUIDANCE_HOOKS = (
         ("self", "text_encoder"),
         "tensor parallel 4: a glyph encoder of 6 heads is loaded with a decoder that it has not",
     ),
+    Hook(
+        f"{_GEN}.runtime.server_args.disagg.DisaggServerArgsMixin.for_disagg_role",
+        "around",
+        "disagg_hooks:keep_guidance_arguments",
+        ("self", "role_type", "overrides"),
+        "the --guidance-* values reach the workers of a role",
+    ),
+    Hook(
+        f"{_GEN}.runtime.disaggregation.scheduler_mixin.SchedulerDisaggMixin._build_disagg_req",
+        "after",
+        "disagg_hooks:plan_relayed_request",
+        ("self",),
+        "a denoiser plans the request that the head sent it",
+    ),
+    Hook(
+        f"{_GEN}.runtime.disaggregation.orchestrator._deserialize_request_metrics",
+        "after",
+        "disagg_hooks:restore_report",
+        ("data",),
+        "what a denoiser ran comes back to the head",
+    ),
 )
 
 CPU_OPS_HOOKS = (
@@ -203,6 +224,13 @@ CPU_OPS_HOOKS = (
         "model_hooks:supply_cpu_ops",
         ("self",),
         "two fused norms that the published wheel lacks on CPU",
+    ),
+    Hook(
+        f"{_GEN}.runtime.disaggregation.scheduler_mixin.SchedulerDisaggMixin._init_disagg_state",
+        "before",
+        "disagg_hooks:supply_cpu_streams",
+        ("self",),
+        "disaggregated roles on CPU: streams and events that do nothing",
     ),
 )
 

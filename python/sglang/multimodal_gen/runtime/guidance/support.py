@@ -57,21 +57,39 @@ def check_stepwise(stages: list[Any]) -> None:
 
 def _server_obstacles(server_args: Any) -> Iterator[str]:
     from sglang.multimodal_gen import envs
-    from sglang.multimodal_gen.runtime.disaggregation.roles import RoleType
     from sglang.multimodal_gen.runtime.server_args.server_args import Backend
 
     if server_args.backend == Backend.DIFFUSERS:
         yield "--backend diffusers (the native backend is needed)"
     if server_args.comfyui_mode:
         yield "comfyui_mode (ComfyUI owns the sampler loop)"
-    if server_args.disagg_role != RoleType.MONOLITHIC:
-        yield f"--disagg-role {server_args.disagg_role.value}"
+    yield from _role_obstacles(server_args)
     if server_args.enable_breakable_cuda_graph:
         yield "--enable-breakable-cuda-graph (its graphs hold one forward a branch)"
     if envs.SGLANG_CACHE_DIT_ENABLED:
         yield "SGLANG_CACHE_DIT_ENABLED (Cache-DiT counts forwards that buckets leave out)"
     if envs.SGLANG_DIFFUSION_CFG_GATE_STEP < 1:
         yield "SGLANG_DIFFUSION_CFG_GATE_STEP (use a curve instead)"
+
+
+def _role_obstacles(server_args: Any) -> Iterator[str]:
+    """Roles run for GLM-Image alone: AR server, head, and denoisers that also encode and decode."""
+    from sglang.multimodal_gen.configs.pipeline_configs.glm_image import GlmImagePipelineConfig
+    from sglang.multimodal_gen.runtime.disaggregation.roles import RoleType
+
+    role = server_args.disagg_role
+    if role == RoleType.MONOLITHIC:
+        return
+    if not isinstance(server_args.pipeline_config, GlmImagePipelineConfig):
+        yield f"--disagg-role {role.value} of another model than GLM-Image"
+    elif role not in (RoleType.SERVER, RoleType.DENOISER):
+        yield f"--disagg-role {role.value} (GLM-Image's roles are server and denoiser)"
+    elif server_args.srt_encoder_url is None:
+        yield f"--disagg-role {role.value} without --srt-encoder-url"
+    elif server_args.encoder_urls or server_args.decoder_urls:
+        yield "--encoder-urls or --decoder-urls"
+    if server_args.max_running_samples:
+        yield f"--disagg-role {role.value} and --max-running-samples"
 
 
 def denoising_stages(pipeline: Any) -> list[Any]:
