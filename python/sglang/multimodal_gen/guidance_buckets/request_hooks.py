@@ -72,7 +72,9 @@ async def abort_when_disconnected(original, scheduler_client: Any, batch: Any, *
     from sglang.multimodal_gen.runtime.server_args import get_global_server_args
 
     request = _raw_request.get()
-    if request is None or not getattr(get_global_server_args(), "max_running_samples", 0):
+    server_args = get_global_server_args()
+    steps = getattr(server_args, "max_running_samples", 0) and not server_args.denoiser_urls
+    if request is None or not steps:
         return await original(scheduler_client, batch, **kwargs)
     work = asyncio.ensure_future(original(scheduler_client, batch, **kwargs))
     while not work.done():

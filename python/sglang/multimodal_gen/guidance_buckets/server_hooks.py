@@ -138,8 +138,7 @@ def _with_guidance(server_args: Any, given: dict[str, Any]):
         given["guidance_curve"] = json.dumps(given["guidance_curve"])
     if given.get("guidance_buckets") and "max_running_samples" not in given:
         merges = server_args.batching_max_size > 1 or server_args.batching_delay_ms > 0
-        whole = merges or server_args.disagg_role != "monolithic"
-        given["max_running_samples"] = 0 if whole else DEFAULT_RUNNING_SAMPLES
+        given["max_running_samples"] = 0 if merges else DEFAULT_RUNNING_SAMPLES
     config = GuidanceConfig(**{_ARGUMENTS[name]: value for name, value in given.items()})
     for name, value in zip(_ARGUMENTS, asdict(config).values()):
         setattr(server_args, name, value)
@@ -196,9 +195,13 @@ def run_event_loop(original, scheduler: Any) -> None:
     """AROUND Scheduler.event_loop."""
     if not getattr(scheduler.server_args, "max_running_samples", 0):
         return original(scheduler)
-    from sglang.multimodal_gen.runtime.managers.bucket_scheduler import BucketScheduler
+    from sglang.multimodal_gen.runtime.disaggregation.roles import RoleType
 
-    return BucketScheduler(scheduler).event_loop()
+    if scheduler.server_args.disagg_role == RoleType.DENOISER:
+        from sglang.multimodal_gen.runtime.managers.bucket_denoiser import BucketDenoiser as Loop
+    else:
+        from sglang.multimodal_gen.runtime.managers.bucket_scheduler import BucketScheduler as Loop
+    return Loop(scheduler).event_loop()
 
 
 def plan_received_requests(items: list, identity: bytes, reqs: Any) -> None:

@@ -88,8 +88,6 @@ def _role_obstacles(server_args: Any) -> Iterator[str]:
         yield f"--disagg-role {role.value} without --srt-encoder-url"
     elif server_args.encoder_urls or server_args.decoder_urls:
         yield "--encoder-urls or --decoder-urls"
-    if server_args.max_running_samples:
-        yield f"--disagg-role {role.value} and --max-running-samples"
 
 
 def denoising_stages(pipeline: Any) -> list[Any]:

@@ -49,8 +49,8 @@ from sglang.multimodal_gen.runtime.utils.logging_utils import init_logger
 
 logger = init_logger(__name__)
 
-_IDLE_SECONDS = 1.0  # a new request ends the wait
-_BUSY_SECONDS = 0.001  # something that no socket tells of is on its way
+IDLE_SECONDS = 1.0  # a new request ends the wait
+BUSY_SECONDS = 0.001  # something that no socket tells of is on its way
 _MAX_RECEIVE_ERRORS = 3  # in a row, as upstream
 _AGREE_SECONDS = 8.0  # a rank that failed alone ends its worker after this
 
@@ -229,9 +229,9 @@ class BucketScheduler:
     def _wait(self) -> None:
         self.runner.stage.forget_packed()
         if self.runner.decodes or self.priors:
-            self.scheduler._wait_idle(_BUSY_SECONDS)
+            self.scheduler._wait_idle(BUSY_SECONDS)
         elif self.alone and self.server_args.sleep_on_idle:
-            self.scheduler._wait_idle(_IDLE_SECONDS)
+            self.scheduler._wait_idle(IDLE_SECONDS)
         self.worker.release_cache_if_idle()
 
     # --- actions --------------------------------------------------------------------------------

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Continuous batching in a GLM-Image denoiser: requests come from the head, with prior tokens."""
+
+import queue
+from typing import Any
+
+from sglang.multimodal_gen.runtime.disaggregation.scheduler_mixin import (
+    _expand_glm_distributed_outputs,
+)
+from sglang.multimodal_gen.runtime.disaggregation.transport.codec import (
+    send_tensors,
+    unpack_tensors,
+)
+from sglang.multimodal_gen.runtime.managers.bucket_scheduler import (
+    BUSY_SECONDS,
+    IDLE_SECONDS,
+    BucketScheduler,
+)
+from sglang.multimodal_gen.runtime.managers.scheduler import Scheduler
+from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import OutputBatch, Req
+from sglang.multimodal_gen.runtime.platforms import current_platform
+
+
+class BucketDenoiser(BucketScheduler):
+    """The same loop with another way in and out: frames from the head, pictures back to it."""
+
+    def __init__(self, scheduler: Scheduler):
+        super().__init__(scheduler)
+        self.fetcher = None  # the head asks the AR server
+        self._arrived: list[list[bytes]] = []
+
+    def _receive(self) -> None:
+        requests = [self._build(frames) for frames in self._take_frames()] if self.decides else []
+        if not self.alone:
+            (count,) = self.scheduler._broadcast_to_all_ranks([len(requests)])
+            requests = requests or [None] * count
+            requests = [self.scheduler._broadcast_req_to_all_ranks(req) for req in requests]
+        for req in requests:
+            # the head saves and encodes; pixels go back to it
+            req.save_output = False
+            req.return_file_paths_only = False
+            outputs = _expand_glm_distributed_outputs(req)
+            identity = req.request_id.encode()
+            self._enqueue(identity, outputs if len(outputs) > 1 else outputs[0])
+
+    def _take_frames(self) -> list[list[bytes]]:
+        frames, self._arrived = self._arrived, []
+        while True:
+            try:
+                frames.append(self.scheduler._compute_ready_queue.get_nowait()[1])
+            except queue.Empty:
+                return frames
+
+    def _build(self, frames: list[bytes]) -> Req:
+        device = f"{current_platform.device_type}:{self.worker.local_rank}"
+        tensors, fields = unpack_tensors(frames, device=device)
+        return self.scheduler._build_disagg_req(fields, tensors)
+
+    def _wait(self) -> None:
+        self.runner.stage.forget_packed()
+        if self.decides:
+            seconds = BUSY_SECONDS if self.runner.decodes else IDLE_SECONDS
+            try:
+                self._arrived.append(
+                    self.scheduler._compute_ready_queue.get(timeout=seconds)[1]
+                )
+            except queue.Empty:
+                pass
+        self.worker.release_cache_if_idle()
+
+    def _answer(self, item: tuple[bytes | None, Any], output: OutputBatch) -> None:
+        """From any thread."""
+        identity, work = item
+        if self.scheduler.metrics is not None:
+            self.scheduler.metrics.finish(id(work), error=output.error is not None)
+        if not self.decides:
+            return
+        tensors = {} if output.output is None else {"output": output.output}
+        fields = {
+            "request_id": identity.decode(),
+            "error": output.error,
+            "usage": output.usage,
+            "metrics": output.metrics and output.metrics.to_dict(),
+            "metrics_list": output.metrics_list
+            and [one and one.to_dict() for one in output.metrics_list],
+            "peak_memory_mb": output.peak_memory_mb,
+        }
+        with self.scheduler._socket_lock:
+            send_tensors(
+                self.scheduler._pool_result_push,
+                tensors,
+                {name: value for name, value in fields.items() if value is not None},
+            )
+        record = self.scheduler._disagg_metrics
+        done = record.record_request_failed if output.error else record.record_request_complete
+        done(fields["request_id"])
