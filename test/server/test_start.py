@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from harness.engine import FP32, Engine, Refused
-from harness.processes import free_ports, probe_environment, test_environment
+from harness.processes import HARNESS, free_ports, probe_environment, test_environment
 from harness.server import FP32_FLAGS, HTTPFailure, Server, pixels, pngs, serve_command
 
 SGLANG = str(Path(sys.executable).parent / "sglang")
@@ -114,9 +114,7 @@ def test_generate_command(glm, tmp_path):
 
 def test_generate_command_with_a_config_file(glm, tmp_path):
     config = tmp_path / "config.json"
-    config.write_text(
-        json.dumps({"guidance_buckets": 6, "guidance_curve": [3, 3, 1, 1, 1, 2]})
-    )
+    config.write_text(json.dumps({"guidance_buckets": 6, "guidance_curve": [3, 3, 1, 1, 1, 2]}))
     output = run_generate(glm, tmp_path, "--config", str(config))
     assert "forwards=6 cond + 3 uncond an image" in output
 
@@ -133,36 +131,71 @@ def test_python(glm):
             engine.generate(cfg_gate_step=0.5)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--guidance-buckets", "65"], "--guidance-buckets: wanted a whole number from 0 to 64"),
-        (["--guidance-buckets", "x"], "--guidance-buckets: wanted a whole number from 0 to 64"),
-        (["--guidance-buckets", "4", "--guidance-curve", "liner"], "--guidance-curve: .*'liner'"),
-        (["--guidance-buckets", "4", "--guidance-rows", "x"], "--guidance-rows: invalid choice"),
-        (["--guidance-curve", "constant:2"], "wanted 1 to 64 where --guidance-curve is given"),
-        (["--guidance-buckets", "0", "--guidance-rows", "split"], "where --guidance-rows is given"),
-        (["--guidance-buckets", "4", "--disagg-role", "denoiser"], "--disagg-role denoiser"),
-        (
-            ["--guidance-buckets", "4", "--enable-breakable-cuda-graph"],
-            "--enable-breakable-cuda-graph",
-        ),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_refused_flags(glm, flags, message):
-    assert re.search(message, refused_start(glm, *flags))
+GUIDED = ["--guidance-buckets", "4"]
+REFUSED = [
+    (["--guidance-buckets", "65"], {}, "--guidance-buckets: wanted a whole number from 0 to 64"),
+    (["--guidance-buckets", "x"], {}, "--guidance-buckets: wanted a whole number from 0 to 64"),
+    ([*GUIDED, "--guidance-curve", "liner"], {}, "--guidance-curve: .*'liner'"),
+    ([*GUIDED, "--guidance-rows", "x"], {}, "--guidance-rows: invalid choice"),
+    (["--guidance-curve", "constant:2"], {}, "wanted 1 to 64 where --guidance-curve is given"),
+    (
+        ["--guidance-buckets", "0", "--guidance-rows", "split"],
+        {},
+        "where --guidance-rows is given",
+    ),
+    (["--max-running-samples", "4"], {}, "wanted 1 to 64 where --max-running-samples is given"),
+    ([*GUIDED, "--max-running-samples", "-1"], {}, "--max-running-samples: got -1"),
+    ([*GUIDED, "--max-rows", "1"], {}, "--max-rows: got 1"),
+    (
+        [*GUIDED, "--max-running-samples", "0", "--max-rows", "8"],
+        {},
+        "--max-running-samples: got 0, wanted 1 or more where --max-rows is given",
+    ),
+    (
+        [*GUIDED, "--max-running-samples", "4", "--batching-max-size", "2"],
+        {},
+        "--max-running-samples does not combine with --batching-max-size above 1",
+    ),
+    (
+        [*GUIDED, "--max-running-samples", "4", "--batching-delay-ms", "5"],
+        {},
+        "a batching delay",
+    ),
+    ([*GUIDED, "--disagg-role", "denoiser"], {}, "--disagg-role denoiser"),
+    ([*GUIDED, "--enable-breakable-cuda-graph"], {}, "--enable-breakable-cuda-graph"),
+    (GUIDED, {"SGLANG_CACHE_DIT_ENABLED": "1"}, "SGLANG_CACHE_DIT_ENABLED"),
+    (GUIDED, {"SGLANG_DIFFUSION_CFG_GATE_STEP": "0.5"}, "SGLANG_DIFFUSION_CFG_GATE_STEP"),
+]
 
 
-@pytest.mark.parametrize(
-    "environment",
-    [{"SGLANG_CACHE_DIT_ENABLED": "1"}, {"SGLANG_DIFFUSION_CFG_GATE_STEP": "0.5"}],
-    ids=str,
-)
-def test_refused_environment(glm, environment):
-    output = refused_start(glm, "--guidance-buckets", "4", env=environment)
-    assert "does not combine with" in output
-    assert next(iter(environment)) in output
+@pytest.fixture(scope="module")
+def refusals(glm):
+    """The refusal of every case, all parsed in one process."""
+    cases = [
+        (["--model-path", str(glm), *flags], env) for flags, env, _ in [*REFUSED, (GUIDED, {}, "")]
+    ]
+    result = subprocess.run(
+        [sys.executable, str(HARNESS / "parse_flags.py")],
+        input=json.dumps(cases),
+        capture_output=True,
+        text=True,
+        timeout=150,
+        env=test_environment(),
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("case", range(len(REFUSED)), ids=lambda case: " ".join(REFUSED[case][0]))
+def test_refused_flags(refusals, case):
+    assert refusals[-1] is None
+    assert re.search(REFUSED[case][-1], refusals[case])
+
+
+def test_a_refused_server_does_not_start(glm):
+    flags = ("--guidance-buckets", "4", "--batching-delay-ms", "5", "--max-running-samples", "4")
+    output = refused_start(glm, *flags)
+    assert "--max-running-samples does not combine with" in output
 
 
 def test_a_hook_that_is_not_applied_is_named(glm):
