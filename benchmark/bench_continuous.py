@@ -3,11 +3,12 @@
     python benchmark/bench_continuous.py MODEL --sizes 64 --precision fp32
     python benchmark/bench_continuous.py MODEL --sizes 256 512  # on a GPU
 
-Two real servers hold MODEL side by side: upstream (the plugin off) and this project with
---max-running-samples. Rounds alternate between them. "saturated" keeps a number of requests in
+Two real servers hold MODEL side by side: upstream (the plugin off, its dynamic batching on) and
+this project. Rounds alternate between them. "saturated" keeps a number of requests in
 flight; "Poisson" sends them at random times at 80% of the rate that upstream just reached. Upstream
 serves plain CFG at mixed scales; this project serves the same, and then mixed curves. GLM-Image
-writes each prior once for all sides (the AR model would hide the DiT).
+writes each prior once for all sides (the AR model would hide the DiT). From the trace of the loop:
+its own time between two steps, and how soon a prepared request has its first step.
 """
 
 import argparse
@@ -27,6 +28,7 @@ LOAD = 0.8
 
 def main() -> None:
     args = parse_args()
+    from harness.batching import trace_events
     from harness.processes import probe_environment
     from harness.server import Server
 
@@ -35,16 +37,21 @@ def main() -> None:
     flags = list(args.flags)
     if args.precision:
         flags += ["--dit-precision", args.precision, "--vae-precision", args.precision]
+    merging = ["--batching-mode", "dynamic", "--batching-max-size", str(args.samples)]
+    trace = args.trace or Path(priors.name) / "trace.json"
     batching = ["--guidance-buckets", "8", "--max-running-samples", str(args.samples)]
+    batching += ["--schedule-trace", str(trace)]
     starts = {
-        "upstream": lambda: Server(args.model, *flags, upstream=True, env=environment),
+        "upstream": lambda: Server(args.model, *flags, *merging, upstream=True, env=environment),
         "continuous": lambda: Server(args.model, *flags, *batching, env=environment),
     }
     with ThreadPoolExecutor() as pool:
         servers = dict(zip(starts, pool.map(lambda start: start(), starts.values())))
     try:
         for size in args.sizes:
+            seen = len(trace_events(trace))
             measure(servers, size, args)
+            report_loop(size, trace_events(trace)[seen:])
     finally:
         for server in servers.values():
             server.close()
@@ -143,6 +150,39 @@ def report(size, args, alone, rates, latencies) -> None:
     print_section(title, markdown_table(header, rows))
 
 
+def report_loop(size: int, events: list[dict]) -> None:
+    """What the loop itself took, from its trace."""
+    busy = sorted(
+        (event for event in events if event["name"] in ("step", "prepare")),
+        key=lambda event: event["ts"],
+    )
+    pairs = list(zip(busy, busy[1:]))
+    between = [
+        later["ts"] - earlier["ts"] - earlier["dur"]
+        for earlier, later in pairs
+        if earlier["name"] == later["name"] == "step"
+    ]
+    between = [gap for gap in between if gap < 50_000]  # longer: nothing was running
+    step = statistics.median(event["dur"] for event in busy if event["name"] == "step")
+    waits = []
+    for prepared in (event for event in busy if event["name"] == "prepare"):
+        ready = prepared["ts"] + prepared["dur"]
+        first = [
+            event["ts"]
+            for event in events
+            if event["tid"] == prepared["tid"] and event["name"].startswith("bucket")
+        ]
+        waits += [min(first) - ready] if first else []
+    gap = statistics.median(between)
+    rows = [
+        ["step, median ms", f"{step / 1000:.2f}"],
+        ["loop between two steps, median ms", f"{gap / 1000:.3f} ({gap / step:.2%} of a step)"],
+        ["prepared to first step, median ms", f"{statistics.median(waits) / 1000:.2f}"],
+        ["prepared to first step, longest", f"{max(waits) / step:.2f} steps"],
+    ]
+    print_section(f"{size}x{size}, the loop", markdown_table(["", ""], rows))
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("model", type=Path)
@@ -152,6 +192,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=24)
     parser.add_argument("--in-flight", type=int, default=16)
     parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--trace", type=Path, help="keep the loop's trace in this file")
     parser.add_argument("--precision", help="of DiT and VAE (default: the model's own)")
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="for sglang serve")
     return parser.parse_args()

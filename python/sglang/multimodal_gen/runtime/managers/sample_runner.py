@@ -2,6 +2,7 @@
 """The engine side of continuous batching: one rank prepares, steps and decodes samples."""
 
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -29,6 +30,7 @@ from sglang.multimodal_gen.runtime.utils.logging_utils import init_logger
 logger = init_logger(__name__)
 
 _MAX_DECODES = 2  # begun and not yet answered; each holds its picture on the device
+_MAX_STEPS_AHEAD = 1  # launched while an older step still runs: more would keep newcomers waiting
 
 Answer = Callable[[OutputBatch], None]
 
@@ -48,6 +50,7 @@ class SampleRunner:
         self._decoder = ThreadPoolExecutor(1, thread_name_prefix="sgl-diffusion-decode")
         self._decodes_beside = self.alone and self._all_resident()
         self._stream = None if current_platform.is_cpu() else torch.get_device_module().Stream()
+        self._steps_in_flight: deque = deque()
 
     def _all_resident(self) -> bool:
         """Whether the loop may go on while another thread decodes: nothing is moved for either."""
@@ -102,10 +105,24 @@ class SampleRunner:
         start = time.monotonic()
         with self._inside_stage(samples[0].batch):
             self.stage.step_samples(samples, self.server_args)
+        self._bound_steps_in_flight()
         seconds = time.monotonic() - start
         for sample in samples:
             if _is_measured(sample.batch):
                 sample.batch.metrics.record_step(seconds)
+
+    def _bound_steps_in_flight(self) -> None:
+        """Wait for the step before the last one: the device stays busy, and the loop with it.
+
+        So a step takes the loop as long as the device, which is what turns are counted in.
+        """
+        if self._stream is None:
+            return
+        event = torch.get_device_module().Event()
+        event.record()
+        self._steps_in_flight.append(event)
+        while len(self._steps_in_flight) > _MAX_STEPS_AHEAD:
+            self._steps_in_flight.popleft().synchronize()
 
     # --- after denoising ------------------------------------------------------------------------
 
