@@ -75,12 +75,17 @@ class BucketScheduler:
             else None
         )
         self.priors: dict[int, Future] = {}  # by id of the waiting request
-        path = self.server_args.schedule_trace
-        self.trace = ScheduleTrace(path) if path and self.decides else None
+        self.trace = self._open_trace() if self.decides else None
         self.metrics = LoopMetrics(scheduler.metrics) if self.decides else None
         self.admissions = 0
         self.may_prepare = True
         self.receive_errors = 0
+
+    def _open_trace(self) -> ScheduleTrace | None:
+        path = self.server_args.schedule_trace
+        if path and self.server_args.dp_size > 1:
+            path = f"{path}.{self.scheduler.dp_replica}"  # each replica plans alone
+        return ScheduleTrace(path) if path else None
 
     @property
     def waiting(self) -> deque:
