@@ -3,6 +3,8 @@
 import base64
 import io
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from openai import APIStatusError, OpenAI
 from PIL import Image
 
 from harness.processes import UPSTREAM_ONLY, free_ports, stop, tail, test_environment
@@ -34,7 +37,7 @@ def serve_command(model: Path, *flags: str) -> list[str]:
     ]
 
 
-def ar_command(model: Path) -> list[str]:
+def ar_command(model: Path, *flags: str) -> list[str]:
     """GLM-Image's AR half over SRT, on a CPU, honouring seeds."""
     (port,) = free_ports(1)
     sglang = str(Path(sys.executable).parent / "sglang")
@@ -45,7 +48,7 @@ def ar_command(model: Path) -> list[str]:
         *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
         *("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"),
         *("--image-processor-backend", "pil", "--max-total-tokens", "65536"),
-        *("--max-running-requests", "8", "--enable-deterministic-inference"),
+        *("--max-running-requests", "8", "--enable-deterministic-inference", *flags),
     ]
 
 
@@ -66,27 +69,41 @@ class Server:
         upstream: bool = False,
         command: list[str] | None = None,
         env: Mapping[str, str] | None = None,
+        waits: bool = True,
     ):
         """
         Args:
             upstream: with the plugin off (a CPU host keeps the two missing ops).
             command: instead of `serve_command`.
+            waits: until it answers; or call `wait` later, with others starting beside it.
         """
         self._dir = tempfile.TemporaryDirectory(prefix="server-")
         self.log = Path(self._dir.name) / "log"
-        command = command or serve_command(model, "--output-path", self._dir.name, *flags)
-        self.url = f"http://127.0.0.1:{command[command.index('--port') + 1]}"
+        self._command = command or serve_command(model, "--output-path", self._dir.name, *flags)
+        self.url = f"http://127.0.0.1:{self._command[self._command.index('--port') + 1]}"
         self._log_file = self.log.open("w")
+        self._environment = test_environment(UPSTREAM_ONLY if upstream else {}, env or {})
+        self.start()
+        if waits:
+            self.wait()
+
+    def start(self) -> None:
+        """Again, after `kill`."""
         self.process = subprocess.Popen(
-            command,
+            self._command,
             stdout=self._log_file,
             stderr=subprocess.STDOUT,
-            env=test_environment(UPSTREAM_ONLY if upstream else {}, env or {}),
+            env=self._environment,
             start_new_session=True,
         )
-        self._wait()
 
-    def _wait(self) -> None:
+    def kill(self) -> None:
+        """SIGKILL, to it and to all that it started."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def wait(self) -> None:
+        """Until it answers."""
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline and self.process.poll() is None:
             try:
@@ -101,15 +118,15 @@ class Server:
     def get(self, path: str) -> str:
         return self._send(urllib.request.Request(self.url + path))
 
-    def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    def post(self, path: str, body: Mapping[str, Any], timeout: float = 120) -> dict[str, Any]:
         request = urllib.request.Request(
             self.url + path,
             data=json.dumps(body).encode(),
             headers={"Content-Type": "application/json"},
         )
-        return json.loads(self._send(request))
+        return json.loads(self._send(request, timeout))
 
-    def generate(self, **body: Any) -> dict[str, Any]:
+    def generate(self, timeout: float = 120, **body: Any) -> dict[str, Any]:
         """POST /v1/images/generations. Raises `HTTPFailure`."""
         return self.post(
             "/v1/images/generations",
@@ -122,11 +139,34 @@ class Server:
                 "output_format": "png",
                 **body,
             },
+            timeout,
         )
 
-    def _send(self, request: urllib.request.Request) -> str:
+    def edit(
+        self, images: list[bytes], timeout: float = 120, **fields: Any
+    ) -> dict[str, Any]:
+        """POST /v1/images/edits with PNG files. Raises `HTTPFailure`."""
+        fields = {
+            "prompt": "a cat",
+            "num_inference_steps": 6,
+            "seed": 7,
+            "response_format": "b64_json",
+            "output_format": "png",
+            **fields,
+        }
+        client = OpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0, timeout=timeout)
+        files = [(f"{i}.png", image) for i, image in enumerate(images)]
         try:
-            with urllib.request.urlopen(request, timeout=120) as response:
+            answer = client.images.edit(
+                image=files, prompt=fields.pop("prompt"), extra_body=fields
+            )
+        except APIStatusError as error:
+            raise HTTPFailure(error.status_code, error.response.text) from None
+        return answer.model_dump()
+
+    def _send(self, request: urllib.request.Request, timeout: float = 120) -> str:
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as response:
                 return response.read().decode()
         except urllib.error.HTTPError as error:
             raise HTTPFailure(error.code, error.read().decode()) from None

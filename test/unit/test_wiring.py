@@ -10,7 +10,7 @@ import pytest
 
 from sglang.multimodal_gen.guidance_buckets import wiring
 
-ALL_HOOKS = wiring.GUIDANCE_HOOKS + wiring.CPU_OPS_HOOKS + wiring.SRT_HOOKS
+ALL_HOOKS = wiring.GUIDANCE_HOOKS + wiring.CPU_OPS_HOOKS + wiring.SRT_HOOKS + wiring.SRT_CPU_HOOKS
 DOCS = Path(__file__).parent.parent.parent / "docs"
 
 

@@ -8,12 +8,12 @@ runs, and its report comes back with the request's metrics.
 from typing import Any
 
 from sglang.multimodal_gen.configs.guidance import guidance_is_on
-from sglang.multimodal_gen.guidance_buckets.server_hooks import guidance_arguments
+from sglang.multimodal_gen.guidance_buckets.server_hooks import our_arguments
 
 
-def keep_guidance_arguments(original, server_args: Any, role_type: Any, **overrides: Any):
+def keep_our_arguments(original, server_args: Any, role_type: Any, **overrides: Any):
     """AROUND ServerArgs.for_disagg_role, which copies dataclass fields only."""
-    return original(server_args, role_type, **guidance_arguments(server_args), **overrides)
+    return original(server_args, role_type, **our_arguments(server_args), **overrides)
 
 
 def plan_relayed_request(req: Any, scheduler: Any, *_args, **_kwargs) -> None:
@@ -25,6 +25,8 @@ def plan_relayed_request(req: Any, scheduler: Any, *_args, **_kwargs) -> None:
     from sglang.multimodal_gen.runtime.guidance.plan import OPTIONS_KEY, PLAN_KEY
     from sglang.multimodal_gen.runtime.guidance.requests import attach_options, attach_plan
 
+    if "warnings" in req.extra:
+        req.metrics.warnings = req.extra["warnings"]
     if not guidance_is_on(scheduler.server_args):
         return
     if OPTIONS_KEY in req.extra:
@@ -35,8 +37,9 @@ def plan_relayed_request(req: Any, scheduler: Any, *_args, **_kwargs) -> None:
 
 def restore_report(metrics: Any, data: dict[str, Any] | None) -> None:
     """AFTER orchestrator._deserialize_request_metrics, the other half of `report_in_metrics`."""
-    if metrics is not None and "guidance" in data:
-        metrics.guidance = data["guidance"]
+    if metrics is not None:
+        metrics.guidance = data.get("guidance")
+        metrics.warnings = data.get("warnings")
 
 
 def supply_cpu_streams(*_args, **_kwargs) -> None:

@@ -65,7 +65,7 @@ def add_form_fields(original, request_id: str, **kwargs):
 
 
 async def abort_when_disconnected(original, scheduler_client: Any, batch: Any, **kwargs):
-    """AROUND process_generation_batch, on a server with continuous batching.
+    """Around process_generation_batch, on a server with continuous batching.
 
     A client that goes away takes its request out of the running batch. Upstream would finish it.
     """

@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
+from sglang.multimodal_gen.configs import glm_image_prior as prior
 from sglang.multimodal_gen.configs.guidance import (
     BUCKET_MODES,
     CURVE_HELP,
@@ -18,6 +19,7 @@ from sglang.multimodal_gen.configs.guidance import (
     guidance_is_on,
     parse_curve,
 )
+from sglang.multimodal_gen.guidance_buckets import prior_hooks
 from sglang.multimodal_gen.guidance_buckets.wiring import require_hooks
 
 # argument name -> attribute of GuidanceConfig
@@ -81,6 +83,7 @@ def add_flags(_parser: Any, parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="Write what the step loop does when, in the Chrome trace format.",
     )
+    prior.add_arguments(parser)
 
 
 def _bucket_count(text: str) -> int:
@@ -105,31 +108,48 @@ def _curve(text: str) -> str:
 
 def from_dict(original, cls, kwargs: dict[str, Any]):
     """AROUND ServerArgs.from_dict, for flags and config file: upstream drops unknown keys."""
-    given, rest = _split(kwargs)
+    ours, rest = _split(kwargs)
+    # upstream's flag has another name than its field, so its value is lost
+    if "srt_encoder_connection_timeout" in rest:
+        ours["connection_timeout"] = rest["srt_encoder_connection_timeout"]
     server_args = original(cls, rest)
     try:
-        return _with_guidance(server_args, given)
+        return _with_ours(server_args, ours)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
 
 
 def from_kwargs(original, cls, **kwargs: Any):
     """AROUND ServerArgs.from_kwargs: upstream raises on keys that it does not know."""
-    given, rest = _split(kwargs)
-    return _with_guidance(original(cls, **rest), given)
+    ours, rest = _split(kwargs)
+    return _with_ours(original(cls, **rest), ours)
 
 
 def _split(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Our arguments, those that were given, and everything else."""
-    given = {name: kwargs[name] for name in _ARGUMENTS if kwargs.get(name) is not None}
-    return given, {name: value for name, value in kwargs.items() if name not in _ARGUMENTS}
+    names = _ARGUMENTS.keys() | prior.NEW_ARGUMENTS.keys()
+    given = {name: kwargs[name] for name in names if kwargs.get(name) is not None}
+    return given, {name: value for name, value in kwargs.items() if name not in names}
 
 
-def guidance_arguments(server_args: Any) -> dict[str, Any]:
+def our_arguments(server_args: Any) -> dict[str, Any]:
     """The keywords that make `from_kwargs` set the same values again."""
-    if not guidance_is_on(server_args):
-        return {}
-    return {name: getattr(server_args, name) for name in _ARGUMENTS}
+    arguments = prior.prior_arguments(server_args)
+    if guidance_is_on(server_args):
+        arguments |= {name: getattr(server_args, name) for name in _ARGUMENTS}
+    return arguments
+
+
+def _with_ours(server_args: Any, ours: dict[str, Any]):
+    guidance = {name: ours[name] for name in _ARGUMENTS if name in ours}
+    server_args = _with_guidance(server_args, guidance)
+    given = {name: ours[name] for name in prior.NEW_ARGUMENTS if name in ours}
+    server_args.prior_config = None
+    if given or guidance_is_on(server_args):
+        if "connection_timeout" in ours:
+            server_args.srt_encoder_connect_timeout = ours["connection_timeout"]
+        server_args.prior_config = prior.make_prior_config(server_args, given)
+    return server_args
 
 
 def _with_guidance(server_args: Any, given: dict[str, Any]):
@@ -171,6 +191,7 @@ def _refuse_idle(given: dict[str, Any], names: tuple[str, ...], needs: str, want
 
 def bucketize_pipeline(pipeline: Any, server_args: Any) -> None:
     """AFTER build_pipeline. Raises GuidanceUnsupported for a pipeline that cannot obey plans."""
+    prior_hooks.attach_service(pipeline, server_args)
     if not guidance_is_on(server_args):
         return
     from sglang.multimodal_gen.runtime.guidance.support import check_stepwise, denoising_stages
@@ -211,12 +232,12 @@ def plan_received_requests(items: list, identity: bytes, reqs: Any) -> None:
     from sglang.multimodal_gen.runtime.server_args import get_global_server_args
 
     server_args = get_global_server_args()
-    if not guidance_is_on(server_args):
-        return
     for _, item in items:
         for req in item if isinstance(item, list) else [item]:
             if isinstance(req, Req):
-                attach_plan(req, server_args)
+                if guidance_is_on(server_args):
+                    attach_plan(req, server_args)
+                prior_hooks.fetch_early(req)
 
 
 def sign_guidance(signature: tuple | None, scheduler: Any, req: Any) -> tuple | None:

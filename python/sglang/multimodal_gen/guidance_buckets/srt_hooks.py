@@ -1,14 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks into SRT: on a CPU host, GLM-Image's AR server honours seeds too.
+"""Hooks into SRT, for GLM-Image's AR server.
 
-SRT honours ``sampling_seed`` only under ``--enable-deterministic-inference``, whose kernels and
-hash have CUDA builds alone in the published wheel. Eager CPU matmuls of one thread are the same
-alone or batched, so what is missing is the hash; the kernels are not needed.
+Everywhere it gives back the tokens of source images. On a CPU host it honours seeds too: SRT
+honours ``sampling_seed`` only under ``--enable-deterministic-inference``, whose kernels and hash
+have CUDA builds alone in the published wheel. Eager CPU matmuls of one thread are the same alone
+or batched, so what is missing is the hash; the kernels are not needed.
 """
+
+from typing import Any
 
 import torch
 
 _MASK = 0xFFFFFFFF
+
+
+def give_source_tokens(_result: None, runner: Any, *_args, **_kwargs) -> None:
+    """AFTER ModelRunner.load_model."""
+    if type(runner.model).__name__ == "GlmImageForConditionalGeneration":
+        from sglang.srt.models.glm_image_source_tokens import give_source_tokens
+
+        give_source_tokens(runner.model)
 
 
 def skip_batch_invariant_kernels(original, *args, **kwargs):

@@ -153,9 +153,9 @@ GUIDANCE_HOOKS = (
     Hook(
         f"{_GEN}.runtime.entrypoints.openai.utils.process_generation_batch",
         "around",
-        "request_hooks:abort_when_disconnected",
+        "response_hooks:name_faults",
         ("scheduler_client", "batch"),
-        "with --max-running-samples: a client that goes away gives its rows back",
+        "502 or 504 for a fault of the AR server; a client that goes away gives its rows back",
     ),
     Hook(
         f"{_GEN}.runtime.entrypoints.openai.protocol.ImageResponse",
@@ -195,11 +195,41 @@ GUIDANCE_HOOKS = (
         "tensor parallel 4: a glyph encoder of 6 heads is loaded with a decoder that it has not",
     ),
     Hook(
+        f"{_GEN}.runtime.loader.component_loaders.vl_encoder_loader.VisionLanguageEncoderLoader"
+        ".load_customized",
+        "around",
+        "prior_hooks:load_encoder",
+        ("self", "component_model_path", "server_args"),
+        "wait for the AR server, with progress and a deadline",
+    ),
+    Hook(
+        f"{_GEN}.runtime.pipelines_core.stages.model_specific_stages.glm_image.GlmImageAR.forward",
+        "around",
+        "prior_hooks:write_prior",
+        ("self", "batch", "server_args"),
+        "prior tokens from the asynchronous AR client",
+    ),
+    Hook(
+        f"{_GEN}.runtime.pipelines_core.stages.model_specific_stages.glm_image.GlmImageAR"
+        ".run_grouped_requests",
+        "around",
+        "prior_hooks:write_priors",
+        ("self", "batches", "server_args"),
+        "the same for a group: any mix of sizes",
+    ),
+    Hook(
+        f"{_GEN}.runtime.entrypoints.http_server.create_app",
+        "after",
+        "prior_hooks:watch_ar_server",
+        ("server_args",),
+        "/health says degraded while the AR server is dead",
+    ),
+    Hook(
         f"{_GEN}.runtime.server_args.disagg.DisaggServerArgsMixin.for_disagg_role",
         "around",
-        "disagg_hooks:keep_guidance_arguments",
+        "disagg_hooks:keep_our_arguments",
         ("self", "role_type", "overrides"),
-        "the --guidance-* values reach the workers of a role",
+        "the values of our flags reach the workers of a role",
     ),
     Hook(
         f"{_GEN}.runtime.disaggregation.scheduler_mixin.SchedulerDisaggMixin._build_disagg_req",
@@ -235,6 +265,16 @@ CPU_OPS_HOOKS = (
 )
 
 SRT_HOOKS = (
+    Hook(
+        "sglang.srt.model_executor.model_runner.ModelRunner.load_model",
+        "after",
+        "srt_hooks:give_source_tokens",
+        ("self",),
+        "image-to-image: GLM-Image's AR server gives back the tokens of source images",
+    ),
+)
+
+SRT_CPU_HOOKS = (
     Hook(
         "sglang.srt.batch_invariant_ops.batch_invariant_ops.enable_batch_invariant_mode",
         "around",
@@ -283,15 +323,16 @@ def register_cpu_ops() -> None:
 
 
 def register_srt() -> None:
-    """Entry point ``guidance_buckets`` of ``sglang.srt.plugins``, for hosts with a CPU alone."""
+    """Entry point ``guidance_buckets`` of ``sglang.srt.plugins``."""
     import torch
 
     from sglang.srt.arg_groups import choices
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    _register(SRT_HOOKS, HookRegistry, HookType)
     if torch.accelerator.is_available():
         return
-    _register(SRT_HOOKS, HookRegistry, HookType)
+    _register(SRT_CPU_HOOKS, HookRegistry, HookType)
     # the one attention backend of a CPU host is deterministic there
     choices.add_deterministic_attention_backend_choices(["torch_native"])
 

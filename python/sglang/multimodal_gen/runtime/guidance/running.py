@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang.multimodal_gen.runtime.guidance.external_prior import Prior
 from sglang.multimodal_gen.runtime.guidance.plan import PlannedSample
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import OutputBatch, Req
+from sglang.multimodal_gen.runtime.pipelines_core.stages.model_specific_stages.glm_image_prior import (  # noqa: E501
+    Prior,
+)
 from sglang.multimodal_gen.runtime.pipelines_core.stages.stepwise_denoising import RunningSample
 
 
@@ -20,13 +22,13 @@ class Decision:
         action: ``prepare`` or ``dispatch`` a waiting item, ``step`` or ``idle``.
         waiting_index: of that item.
         samples: numbers of the running samples that step.
-        prior: for the request to prepare, where an AR server wrote it: host tokens, or an error.
+        priors: for the item to prepare, where an AR server wrote them: one a request, or an error.
     """
 
     action: str
     waiting_index: int = 0
     samples: tuple[int, ...] = ()
-    prior: Prior | Exception | None = None
+    priors: list[Prior] | Exception | None = None
 
 
 @dataclass(eq=False)

@@ -24,11 +24,6 @@ from sglang.multimodal_gen.runtime.guidance.agreement import (
     RanksLost,
     agree_on_plan,
 )
-from sglang.multimodal_gen.runtime.guidance.external_prior import (
-    Prior,
-    assign_prior,
-    build_prior_fetcher,
-)
 from sglang.multimodal_gen.runtime.guidance.metrics import LoopMetrics
 from sglang.multimodal_gen.runtime.guidance.plan import BucketPlan
 from sglang.multimodal_gen.runtime.guidance.policy import Candidate, FairTurns
@@ -45,6 +40,10 @@ from sglang.multimodal_gen.runtime.managers.gpu_worker import _FatalDistributedF
 from sglang.multimodal_gen.runtime.managers.sample_runner import SampleRunner, failure
 from sglang.multimodal_gen.runtime.managers.scheduler import Scheduler, _DeferredOutput
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import OutputBatch
+from sglang.multimodal_gen.runtime.pipelines_core.stages.model_specific_stages.glm_image_prior import (  # noqa: E501
+    Prior,
+    assign_prior,
+)
 from sglang.multimodal_gen.runtime.utils.logging_utils import init_logger
 
 logger = init_logger(__name__)
@@ -69,11 +68,8 @@ class BucketScheduler:
         self.running: dict[int, Running] = {}
         self.turns = FairTurns()
         self.agreed: list[tuple[int, int]] | None = None  # what the ranks agreed to step next
-        self.fetcher = (
-            build_prior_fetcher(self.runner.stages_before, self.server_args)
-            if self.decides
-            else None
-        )
+        # of GLM-Image with an AR server; on the rank that decides
+        self.fetcher = getattr(self.runner.stages_before[0], "prior_service", None)
         self.priors: dict[int, Future] = {}  # by id of the waiting request
         self.trace = self._open_trace() if self.decides else None
         self.metrics = LoopMetrics(scheduler.metrics) if self.decides else None
@@ -143,17 +139,16 @@ class BucketScheduler:
         requests = requests_of(item)
         if self.scheduler.metrics is not None and requests:
             self.scheduler.metrics.enqueue(id(item), is_warmup=requests[0].is_warmup, now=now)
-        if self.fetcher is not None and len(requests) == 1 and joins(item):
-            prior = self.fetcher.fetch(requests[0])
-            if prior is not None:
-                self.priors[id(item)] = prior
+        if self.fetcher is not None and joins(item):
+            self.priors[id(item)] = self.fetcher.fetch(requests)
 
     def _abort(self, identity: bytes | None, abort: AbortReq) -> None:
         """On every rank between the same two steps: requests arrive in the same order."""
         gone = f"request {abort.request_id} was aborted: its client is gone"
         for entry in [e for e in self.waiting if has_request_id(e[1], abort.request_id)]:
             self.waiting.remove(entry)
-            self.priors.pop(id(entry[1]), None)
+            if (priors := self.priors.pop(id(entry[1]), None)) is not None:
+                priors.cancel()
             self._answer(entry[:2], OutputBatch(error=gone))
         for running in list(self.running.values()):
             if has_request_id(running.admitted.item, abort.request_id):
@@ -186,20 +181,20 @@ class BucketScheduler:
                 if reads or (index == 0 and not self.running):
                     return Decision(action="dispatch", waiting_index=index)
                 return None
-            prior = self.priors.get(id(item))
-            if prior is not None and not prior.done():
+            priors = self.priors.get(id(item))
+            if priors is not None and not priors.done():
                 continue
             if self.running and len(requests_of(item)) > free:
                 if free > 0:
                     return None  # a group that needs more room must not be overtaken for ever
                 continue
-            if prior is None:
+            if priors is None:
                 return Decision(action="prepare", waiting_index=index)
             del self.priors[id(item)]
-            error = prior.exception()
+            error = priors.exception()
             # plain text travels to the other ranks whatever the client raised
-            written = prior.result() if error is None else RuntimeError(str(error))
-            return Decision(action="prepare", waiting_index=index, prior=written)
+            written = priors.result() if error is None else RuntimeError(str(error))
+            return Decision(action="prepare", waiting_index=index, priors=written)
         return None
 
     def _agree(self, decision: Decision | None) -> Decision:
@@ -218,7 +213,7 @@ class BucketScheduler:
         # one preparation between two steps: it must not stall the samples that run
         self.may_prepare = decision.action in ("step", "idle")
         if decision.action == "prepare":
-            self._prepare(*self._take(decision), decision.prior)
+            self._prepare(*self._take(decision), decision.priors)
         elif decision.action == "dispatch":
             self._dispatch(*self._take(decision))
         elif decision.action == "step":
@@ -246,7 +241,7 @@ class BucketScheduler:
         identity: bytes | None,
         item: Any,
         arrived: float,
-        prior: Prior | Exception | None,
+        priors: list[Prior] | Exception | None,
     ) -> None:
         """Run the stages before denoising; the request joins at the next step."""
         now = time.monotonic()
@@ -256,11 +251,11 @@ class BucketScheduler:
         if self.scheduler.metrics is not None:
             self.scheduler.metrics.dispatch(id(item))
         try:
-            if isinstance(prior, Exception):
-                raise prior
-            if prior is not None:
-                assign_prior(admitted.requests[0], prior)
-            samples = self.runner.prepare(admitted.requests, skip_stages=int(prior is not None))
+            if isinstance(priors, Exception):
+                raise priors
+            for req, prior in zip(admitted.requests, priors or ()):
+                assign_prior(req, prior)
+            samples = self.runner.prepare(admitted.requests, skip_stages=int(priors is not None))
         except Exception as error:
             if not (self.alone or isinstance(error, PlanMismatch)):
                 self._refuse(error)  # the other ranks may have come further

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The AR server's part of ``/health``: a server without one is degraded, not dead."""
+
+import asyncio
+import time
+from typing import Any
+
+import aiohttp
+from fastapi import FastAPI, Request
+from fastapi.routing import APIRoute
+
+from sglang.multimodal_gen.configs.glm_image_prior import PriorConfig
+from sglang.multimodal_gen.runtime.entrypoints import http_server
+
+_FRESH_S = 1.0  # an orchestrator that asks often does not pass it on
+_TIMEOUT_S = 2.0
+
+
+class ARHealth:
+    """What is wrong with the AR server, asked for when `/health` is, at most once a second."""
+
+    def __init__(self, config: PriorConfig):
+        self._url = config.url
+        self._cause: str | None = None
+        self._asked = float("-inf")
+        self._lock = asyncio.Lock()
+
+    async def cause(self) -> str | None:
+        """None where the AR server answers 200 to ``/health``."""
+        async with self._lock:
+            if time.monotonic() - self._asked > _FRESH_S:
+                self._cause = await self._ask()
+                self._asked = time.monotonic()
+            return self._cause
+
+    async def _ask(self) -> str | None:
+        timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=timeout) as session,
+                session.get(self._url + "/health") as response,
+            ):
+                return None if response.status == 200 else f"answers {response.status}"
+        except TimeoutError:
+            return f"silent for {_TIMEOUT_S:g} s"
+        except aiohttp.ClientError as error:
+            return str(error) or type(error).__name__
+
+
+def add_health_route(app: FastAPI, config: PriorConfig) -> None:
+    """Serve ``/health`` and ``/health_generate``: upstream's answer, or 200 and "degraded"."""
+    health = ARHealth(config)
+
+    async def health_with_ar_server(request: Request) -> Any:
+        answer = await http_server.health(request)
+        if answer != {"status": "ok"}:
+            return answer
+        cause = await health.cause()
+        if cause is None:
+            return answer
+        return {"status": "degraded", "ar_server": {"url": config.url, "error": cause}}
+
+    for path in ("/health", "/health_generate"):
+        app.router.routes.insert(0, APIRoute(path, health_with_ar_server, methods=["GET"]))

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a request to what the AR server is sent and has to answer."""
+
+import base64
+import hashlib
+import io
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+from PIL import Image
+
+from sglang.multimodal_gen.configs.glm_image_prior import SOURCE_IMAGES_KEY, PriorError
+from sglang.multimodal_gen.configs.sample.glmimage import align_glm_image_resolution
+from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req
+from sglang.multimodal_gen.runtime.pipelines_core.stages.model_specific_stages.glm_image import (
+    GlmImageAR,
+    _num_outputs_per_prompt,
+    _seed_for_output,
+    image_path_to_list,
+    resize_glm_image_to_alignment,
+)
+from sglang.multimodal_gen.runtime.utils.vision import load_image
+
+from .answer import Wanted
+
+_DATA_URL = "data:image/*;base64,"
+_MAX_SEED = 2**63 - 1  # SRT's
+
+
+@dataclass(frozen=True, kw_only=True)
+class PriorRequest:
+    """What prior tokens depend on, as plain data.
+
+    Attributes:
+        height, width: of the picture, in pixels; None takes the first source image's.
+        seeds: one an image of the request.
+        sources: paths or data URLs of the source images.
+    """
+
+    prompt: str
+    height: int | None
+    width: int | None
+    seeds: tuple[int | None, ...]
+    sources: tuple[str, ...]
+
+    @classmethod
+    def of(cls, req: Req) -> "PriorRequest":
+        return cls(
+            prompt=req.prompt,
+            height=req.height,
+            width=req.width,
+            seeds=tuple(
+                _seed_for_output(req.seed, image) for image in range(_num_outputs_per_prompt(req))
+            ),
+            sources=tuple(image_path_to_list(req.image_path) if req.image_path else ()),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A `PriorRequest` with its sources read and its sizes known.
+
+    Attributes:
+        height, width: multiples of 32.
+        wanted_size: (width, height) that the picture is cut down to.
+        token_h, token_w: the grid of tokens that the DiT takes, before it is doubled.
+        source_grids: (height, width) in tokens of each source image.
+        payload: what ``/generate`` takes, without a seed.
+        key: equal for requests whose tokens are equal for equal seeds.
+    """
+
+    height: int
+    width: int
+    wanted_size: tuple[int, int]
+    token_h: int
+    token_w: int
+    source_grids: tuple[tuple[int, int], ...]
+    payload: dict[str, Any]
+    wanted: Wanted
+    key: tuple
+
+    def body(self, seed: int | None) -> bytes:
+        parameters = dict(self.payload["sampling_params"])
+        if seed is not None:
+            parameters["sampling_seed"] = seed & _MAX_SEED
+        return orjson.dumps(self.payload | {"sampling_params": parameters})
+
+
+def prepare(request: PriorRequest, processor: Any, codebook: int) -> Prepared:
+    """Read the source images, tokenize the prompt. Not for two threads at a time.
+
+    Args:
+        processor: GLM-Image's, as transformers loads it.
+        codebook: how many codes the DiT knows.
+
+    Raises:
+        PriorError: 400, for a source image that cannot be read or has a shape that the model
+            cannot take.
+    """
+    encoded = [read_encoded(source, i) for i, source in enumerate(request.sources)]
+    originals = [decode(image, i) for i, image in enumerate(encoded)]
+    wanted_size = request.width, request.height
+    if originals:
+        wanted_size = tuple(map(lambda given, own: given or own, wanted_size, originals[0].size))
+    width, height = align_glm_image_resolution(*wanted_size)
+    images = [resize_glm_image_to_alignment(image) for image in originals]
+    inputs = _tokenize(processor, request.prompt, images, height, width)
+    grids_N3 = inputs["image_grid_thw"]
+    max_new_tokens, skipped, token_h, token_w = GlmImageAR._compute_generation_params(
+        image_grid_thw=grids_N3, is_text_to_image=not images
+    )
+    source_grids = tuple((int(h), int(w)) for _, h, w in grids_N3[: len(images)].tolist())
+    image_data: dict[str, Any] = {"image_grid_thw": grids_N3.tolist()}
+    if images:
+        image_data[SOURCE_IMAGES_KEY] = [
+            _DATA_URL + base64.b64encode(image).decode() for image in encoded
+        ]
+    digest = hashlib.sha256(b"".join(hashlib.sha256(image).digest() for image in encoded))
+    return Prepared(
+        height=height,
+        width=width,
+        wanted_size=wanted_size,
+        token_h=token_h,
+        token_w=token_w,
+        source_grids=source_grids,
+        payload={
+            "input_ids": inputs["input_ids"][0].tolist(),
+            "image_data": [image_data],
+            "sampling_params": GlmImageAR._external_ar_sampling_params(max_new_tokens, None),
+        },
+        wanted=Wanted(
+            skipped=skipped,
+            tokens=token_h * token_w,
+            source_tokens=tuple(h * w for h, w in source_grids),
+            codebook=codebook,
+        ),
+        key=(request.prompt, height, width, digest.digest()),
+    )
+
+
+def _tokenize(processor: Any, prompt: str, images: list[Image.Image], height: int, width: int):
+    content = [{"type": "image", "image": image} for image in images]
+    content.append({"type": "text", "text": prompt})
+    try:
+        return processor.apply_chat_template(
+            [{"role": "user", "content": content}],
+            tokenize=True,
+            target_h=height,
+            target_w=width,
+            return_dict=True,
+            return_tensors="pt",
+        )
+    except ValueError as error:  # an aspect ratio that the image processor refuses
+        if not images:
+            raise
+        raise PriorError(400, "source image 0", str(error)) from None
+
+
+def read_encoded(source: str, index: int) -> bytes:
+    """The bytes of an image file, from a path, an ``http`` address or a data URL."""
+    from sglang.srt.utils import get_image_bytes
+
+    is_address = source.startswith(("data:", "http://", "https://"))
+    try:
+        return get_image_bytes(source) if is_address else Path(source).read_bytes()
+    except (OSError, ValueError) as error:
+        raise PriorError(400, f"source image {index}", f"cannot be read: {error}") from None
+
+
+def decode(encoded: bytes, index: int) -> Image.Image:
+    """RGB and upright, as upstream's own stage sees it."""
+    try:
+        return load_image(Image.open(io.BytesIO(encoded)))
+    except (OSError, ValueError) as error:
+        raise PriorError(400, f"source image {index}", f"not an image: {error}") from None

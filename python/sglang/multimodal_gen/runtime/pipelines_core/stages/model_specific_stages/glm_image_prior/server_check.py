@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is asked of the AR server before requests come: is it up, is it the right model, does it
+honour seeds. Blocking, for start-up alone.
+"""
+
+import time
+from typing import Any
+
+import requests
+from transformers import PretrainedConfig
+
+from sglang.multimodal_gen.configs.glm_image_prior import PriorConfig
+from sglang.multimodal_gen.runtime.utils.logging_utils import init_logger
+
+from .answer import Wanted, read_answer
+from .request import PriorRequest, prepare
+from .retry import AttemptFailure
+from .service import UNSEEDED_WARNING
+
+logger = init_logger(__name__)
+
+_POLL_S = 1.0
+_PROGRESS_S = 5.0
+_PROBE_TOKENS = 16  # equal by chance once in many requests, if seeds are ignored
+_PROBE_SEED = 7
+ARCHITECTURE = "GlmImageForConditionalGeneration"
+
+
+class ARServerUnfit(RuntimeError):
+    """The AR server is not there, or serves something else; the message says what."""
+
+
+def wait_for_server(config: PriorConfig, *, tells: bool = True) -> None:
+    """Return when ``/health`` answers 200.
+
+    Args:
+        tells: log the progress, on one rank of several.
+
+    Raises:
+        ARServerUnfit: after `start_timeout_s`.
+    """
+    start = time.monotonic()
+    told = start
+    while True:
+        cause = _unhealthy(config)
+        waited = time.monotonic() - start
+        if cause is None:
+            if tells:
+                logger.info("AR server %s is up (waited %.1f s)", config.url, waited)
+            return
+        if waited >= config.start_timeout_s:
+            raise ARServerUnfit(
+                f"AR server {config.url} is not up after {config.start_timeout_s:g} s "
+                f"(--srt-encoder-start-timeout): {cause}"
+            )
+        if tells and (waited < _POLL_S or time.monotonic() - told >= _PROGRESS_S):
+            told = time.monotonic()
+            logger.info(
+                "Waiting for AR server %s: %.0f of %g s (%s)",
+                config.url,
+                waited,
+                config.start_timeout_s,
+                cause,
+            )
+        time.sleep(_POLL_S)
+
+
+def _unhealthy(config: PriorConfig) -> str | None:
+    try:
+        status = requests.get(config.url + "/health", timeout=config.connect_timeout_s).status_code
+    except requests.Timeout:
+        return "no answer"
+    except requests.RequestException:
+        return "no connection"
+    return None if status == 200 else f"answered {status}"
+
+
+def check_server(config: PriorConfig, *, processor: Any, codebook: int) -> bool:
+    """Whether the AR server honours seeds; it must be up.
+
+    Its codebook and image token ids are compared where its model's config can be read from here.
+    Anyway it has to answer a short request with ids of the DiT's codebook.
+
+    Raises:
+        ARServerUnfit: for another model, or one whose codes the DiT does not know.
+    """
+    info = _model_info(config)
+    if ARCHITECTURE not in (info.get("architectures") or ()):
+        raise _unfit(
+            config, f"serves {info.get('model_type') or info.get('model_path')}, not GLM-Image's AR"
+        )
+    _check_config(config, str(info.get("model_path")), processor, codebook)
+    honours_seeds = len({_probe(config, processor, codebook) for _ in range(2)}) == 1
+    if not honours_seeds:
+        logger.warning("%s: %s", config.url, UNSEEDED_WARNING)
+    return honours_seeds
+
+
+def _model_info(config: PriorConfig) -> dict[str, Any]:
+    # /model_info is the newer name; sglang-router passes on this one alone
+    try:
+        response = requests.get(
+            config.url + "/get_model_info",
+            timeout=(config.connect_timeout_s, config.read_timeout_s),
+        )
+        response.raise_for_status()
+        info = response.json()
+    except (requests.RequestException, ValueError) as error:
+        raise _unfit(config, f"does not tell its model: {error}") from None
+    if not isinstance(info, dict):
+        raise _unfit(config, f"does not tell its model: {info!r}")
+    return info
+
+
+def _check_config(config: PriorConfig, path: str, processor: Any, codebook: int) -> None:
+    try:
+        model, _ = PretrainedConfig.get_config_dict(path)
+    except OSError:  # a path of another host
+        logger.info("The config of %s, which %s serves, cannot be read from here", path, config.url)
+        return
+    tokenizer = processor.tokenizer
+    for name, told, wanted in (
+        ("codebook", model["vq_config"]["num_embeddings"], codebook),
+        ("image_token_id", model["image_token_id"], processor.image_token_id),
+        (
+            "image_start_token_id",
+            model["image_start_token_id"],
+            tokenizer.convert_tokens_to_ids(processor.bos_token),
+        ),
+    ):
+        if told != wanted:
+            raise _unfit(config, f"has {name} {told}, this checkpoint has {wanted}")
+
+
+def _probe(config: PriorConfig, processor: Any, codebook: int) -> tuple[int, ...]:
+    """The first ids of a small picture."""
+    request = PriorRequest(prompt="a", height=32, width=32, seeds=(_PROBE_SEED,), sources=())
+    prepared = prepare(request, processor, codebook)
+    prepared.payload["sampling_params"]["max_new_tokens"] = _PROBE_TOKENS
+    try:
+        response = requests.post(
+            config.url + "/generate",
+            data=prepared.body(_PROBE_SEED),
+            headers={"Content-Type": "application/json"},
+            timeout=(config.connect_timeout_s, config.start_timeout_s),
+        )
+        response.raise_for_status()
+        wanted = Wanted(skipped=0, tokens=_PROBE_TOKENS, source_tokens=(), codebook=codebook)
+        return read_answer(response.content, wanted).codes
+    except (requests.RequestException, AttemptFailure) as error:
+        raise _unfit(config, f"failed a request of {_PROBE_TOKENS} tokens: {error}") from None
+
+
+def _unfit(config: PriorConfig, cause: str) -> ARServerUnfit:
+    return ARServerUnfit(f"AR server {config.url} {cause}")

@@ -1,0 +1,190 @@
+"""`FaultyAR`: a small HTTP server that answers like GLM-Image's AR server, or wrongly on purpose.
+
+For faults alone; what an AR server really writes is tested with SGLang's own.
+"""
+
+import json
+import random
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+CODEBOOK = 128  # of the tiny checkpoint
+
+
+class FaultyAR:
+    """Usable as a context manager. `faults` are taken one a request, then it answers well.
+
+    Attributes:
+        always: a fault of every request, when `faults` are used up.
+        requests: bodies of the requests to /generate, in order.
+        gone: how many clients went away before their answer.
+    """
+
+    def __init__(self, port: int = 0, *, architecture: str = "GlmImageForConditionalGeneration"):
+        self.architecture = architecture
+        self.faults: list[str] = []
+        self.always: str | None = None
+        self.honours_seeds = True
+        self.healthy = True
+        self.requests: list[dict[str, Any]] = []
+        self.sizes: list[int] = []
+        self.waiting = self.most_waiting = self.gone = 0
+        self.seconds = 0.0
+        self.lock = threading.Lock()
+        handler = type("Handler", (_Handler,), {"ar": self})
+        ThreadingHTTPServer.request_queue_size = 128
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), handler)
+        self._server.daemon_threads = True
+        self.port = self._server.server_address[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
+        self._thread.start()
+
+    def reset(self) -> None:
+        """Forget what was asked and how to fail."""
+        self.faults, self.always, self.requests, self.sizes = [], None, [], []
+        self.waiting = self.most_waiting = self.gone = 0
+        self.seconds, self.healthy = 0.0, True
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def __enter__(self) -> "FaultyAR":
+        return self
+
+    def __exit__(self, *_exc) -> None:
+        self.close()
+
+    def ids(self, body: dict[str, Any]) -> list[int]:
+        """The right ids for a request: by its seed, or by chance where seeds are ignored."""
+        seed = body["sampling_params"].get("sampling_seed")
+        draw = random.Random(seed if self.honours_seeds else None)
+        return [draw.randrange(CODEBOOK) for _ in range(body["sampling_params"]["max_new_tokens"])]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    ar: FaultyAR
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        if self.path == "/health":
+            self.answer(200 if self.ar.healthy else 503, b"")
+        else:
+            self.answer_json({"architectures": [self.ar.architecture], "model_type": "some_model"})
+
+    def do_POST(self) -> None:
+        ar = self.ar
+        size = int(self.headers["Content-Length"])
+        body = json.loads(self.rfile.read(size))
+        with ar.lock:
+            ar.requests.append(body)
+            ar.sizes.append(size)
+            ar.waiting += 1
+            ar.most_waiting = max(ar.waiting, ar.most_waiting)
+            fault = ar.faults.pop(0) if ar.faults else ar.always
+        try:
+            time.sleep(ar.seconds)
+            good = {"output_ids": ar.ids(body), "meta_info": {"prompt_tokens": 9}}
+            (FAULTS[fault] if fault else _Handler.answer_json)(self, good)
+        except OSError:
+            ar.gone += 1
+        finally:
+            with ar.lock:
+                ar.waiting -= 1
+
+    def answer_json(self, value: Any, status: int = 200) -> None:
+        self.answer(status, json.dumps(value).encode())
+
+    def answer(self, status: int, body: bytes, length: int | None = None) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body) if length is None else length))
+        self.end_headers()
+        self.wfile.write(body)
+        self.wfile.flush()
+
+    def break_off(self) -> None:
+        """Reset the connection."""
+        linger = struct.pack("ii", 1, 0)
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        self.connection.close()
+        self.close_connection = True
+
+    def log_message(self, *_args) -> None:
+        pass
+
+
+def _silent(handler: _Handler, _good: dict) -> None:
+    """Accepts, and never answers; ends when the client hangs up."""
+    handler.connection.recv(1)
+    raise OSError
+
+
+def _slow(handler: _Handler, good: dict) -> None:
+    time.sleep(0.4)
+    handler.answer_json(good)
+
+
+def _trickle(handler: _Handler, good: dict) -> None:
+    """A byte now and then, for ever."""
+    handler.answer(200, b" ", length=10_000)
+    for _ in range(200):
+        time.sleep(0.1)
+        handler.wfile.write(b" ")
+        handler.wfile.flush()
+
+
+def _reset(handler: _Handler, _good: dict) -> None:
+    handler.break_off()
+
+
+def _half(handler: _Handler, good: dict) -> None:
+    text = json.dumps(good).encode()
+    handler.answer(200, text[: len(text) // 2], length=len(text))
+    handler.close_connection = True
+
+
+def _half_unnoticed(handler: _Handler, good: dict) -> None:
+    text = json.dumps(good).encode()
+    handler.answer(200, text[: len(text) // 2])
+
+
+def _with(change: Callable[[dict], Any]) -> Callable[[_Handler, dict], None]:
+    return lambda handler, good: handler.answer_json(change(good))
+
+
+def _status(status: int) -> Callable[[_Handler, dict], None]:
+    return lambda handler, _good: handler.answer_json({"error": f"status {status}"}, status)
+
+
+FAULTS: dict[str, Callable[[_Handler, dict], None]] = {
+    "silent": _silent,
+    "slow": _slow,
+    "trickle": _trickle,
+    "reset": _reset,
+    "half": _half,
+    "half unnoticed": _half_unnoticed,
+    "html": lambda handler, _good: handler.answer(200, b"<html>It works!</html>"),
+    "list": _with(lambda good: [good]),
+    "no ids": _with(lambda good: {"text": "a cat"}),
+    "too few ids": _with(lambda good: {**good, "output_ids": good["output_ids"][:9]}),
+    "id out of range": _with(
+        lambda good: {**good, "output_ids": [*good["output_ids"][:-2], CODEBOOK, 0]}
+    ),
+    "id that is no number": _with(lambda good: {**good, "output_ids": ["a"] * 300}),
+    "aborted": _with(
+        lambda good: {**good, "meta_info": {"finish_reason": {"type": "abort", "message": "oom"}}}
+    ),
+    "400": _status(400),
+    "404": _status(404),
+    "500": _status(500),
+    "502": _status(502),
+    "503": _status(503),
+    "504": _status(504),
+}

@@ -1,0 +1,119 @@
+"""Faults of the AR server as a client sees them: one diffusion server beside a faulty one."""
+
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from harness.faulty_ar import FaultyAR
+from harness.server import FP32_FLAGS, HTTPFailure, Server, pngs
+
+
+@pytest.fixture(scope="module")
+def ar():
+    with FaultyAR() as started:
+        started.honours_seeds = False  # at start, when the server looks
+        yield started
+
+
+@pytest.fixture(scope="module")
+def server(glm, ar):
+    flags = (
+        *("--guidance-buckets", "8", "--srt-encoder-url", ar.url, "--enable-metrics"),
+        *("--srt-encoder-connection-timeout", "1", "--srt-encoder-timeout", "2"),
+        *("--srt-encoder-total-timeout", "4"),
+    )
+    with Server(glm, *flags, *FP32_FLAGS) as started:
+        ar.honours_seeds = True
+        yield started
+
+
+@pytest.fixture(autouse=True)
+def well_again(ar, server):
+    ar.reset()
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "cause"),
+    [
+        ("silent", 504, "silent for 2 s"),
+        ("trickle", 504, "no answer within 4 s in all"),
+        ("half", 502, "ends half-way"),
+        ("reset", 502, ""),
+        ("too few ids", 502, "9 ids, wanted 260"),
+        ("id out of range", 502, "id 128 is outside the codebook of 128"),
+        ("html", 502, "not JSON but '<html>It works!</html>'"),
+        ("500", 502, "answered 500"),
+        ("503", 502, "answered 503"),
+    ],
+)
+def test_the_client_is_told(server, ar, fault, status, cause):
+    ar.always = fault
+    with pytest.raises(HTTPFailure) as failure:
+        server.generate(prompt=fault, seed=21)
+    assert failure.value.status == status
+    detail = json.loads(failure.value.body)["detail"]
+    assert detail.startswith(f"AR server {ar.url}: ")
+    assert cause in detail
+    ar.always = None
+    server.generate(prompt=fault, seed=21)
+
+
+@pytest.mark.parametrize("fault", ["slow", "reset", "half", "half unnoticed", "502", "503", "504"])
+def test_a_retry_gives_the_same_picture(server, ar, fault):
+    wanted = pngs(server.generate(prompt="solo", seed=22))
+    ar.faults = [fault]
+    assert pngs(server.generate(prompt=fault, seed=22)) == wanted
+    assert len(ar.requests) >= (1 if fault == "slow" else 2)
+
+
+def test_one_fault_is_one_requests(server, ar):
+    ar.faults = ["too few ids"]
+    with ThreadPoolExecutor(6) as pool:
+        asked = [pool.submit(server.generate, prompt=f"fault {i}") for i in range(6)]
+    failures = [future.exception() for future in asked if future.exception()]
+    assert [failure.status for failure in failures] == [502]
+
+
+def test_health_is_degraded_while_the_ar_server_is_dead(server, ar):
+    assert json.loads(server.get("/health")) == {"status": "ok"}
+    ar.healthy = False
+    time.sleep(1.1)
+    health = json.loads(server.get("/health"))
+    assert health["status"] == "degraded"
+    assert health["ar_server"] == {"url": ar.url, "error": "answers 503"}
+    ar.healthy = True
+    time.sleep(1.1)
+    assert json.loads(server.get("/health")) == {"status": "ok"}
+
+
+def test_a_seed_that_is_not_honoured_is_said(server):
+    assert "warnings" not in server.generate(prompt="no seed", seed=None)
+    (warning,) = server.generate(prompt="a seed", seed=3)["warnings"]
+    assert "the AR server ignores seeds" in warning
+
+
+def test_the_cache_and_its_metrics(server, ar):
+    first = server.generate(prompt="cached", seed=5)
+    assert pngs(server.generate(prompt="cached", seed=5)) == pngs(first)
+    assert len(ar.requests) == 1
+    lines = [line.rsplit(" ", 1) for line in server.get("/metrics").splitlines() if "{" in line]
+
+    def count(name, text=""):
+        return sum(float(v) for k, v in lines if k.startswith(name) and text in k)
+
+    assert count("sglang:diffusion_prior_cache_total", 'outcome="hit"') >= 1
+    assert count("sglang:diffusion_prior_cache_total", 'outcome="miss"') >= 1
+    assert count("sglang:diffusion_prior_requests_total", 'status="200"') >= 1
+    assert count("sglang:diffusion_prior_inflight") == 0
+
+
+def test_an_abandoned_request_leaves_the_ar_server(server, ar):
+    ar.always = "silent"
+    with pytest.raises(OSError):
+        server.generate(prompt="nobody waits", timeout=0.5)
+    deadline = time.monotonic() + 1.2
+    while not ar.gone and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert ar.gone == 1
