@@ -45,6 +45,7 @@ def ar_command(model: Path, *flags: str) -> list[str]:
         *(sglang, "serve", "--model-path", str(model / "vision_language_encoder")),
         *("--tokenizer-path", str(model / "processor"), "--enable-multimodal"),
         *("--port", str(port), "--device", "cpu", "--dtype", "float32", "--skip-server-warmup"),
+        "--sleep-on-idle",  # or it spins a core
         *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
         *("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"),
         *("--image-processor-backend", "pil", "--max-total-tokens", "65536"),
@@ -191,22 +192,9 @@ def pixels(png: bytes) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(png)).convert("RGB")).astype(int)
 
 
-def denoiser_command(model: Path, work_port: int, head_port: int, *flags: str) -> list[str]:
-    """One denoiser of the head + denoisers topology; it has no HTTP port of its own."""
-    (master_port,) = free_ports(1)
-    return [
-        *(str(Path(sys.executable).parent / "sglang"), "serve", "--model-path", str(model)),
-        *("--disagg-role", "denoiser", "--disagg-server-addr", f"tcp://127.0.0.1:{head_port}"),
-        *("--scheduler-port", str(work_port), "--master-port", str(master_port)),
-        *("--num-gpus", "1", "--batching-max-size", "1", *flags),
-    ]
-
-
-def head_command(model: Path, head_port: int, work_ports: list[int], *flags: str) -> list[str]:
-    (port,) = free_ports(1)
-    urls = ";".join(f"tcp://127.0.0.1:{work_port}" for work_port in work_ports)
-    return [
-        *(str(Path(sys.executable).parent / "sglang"), "serve", "--model-path", str(model)),
-        *("--disagg-role", "server", "--denoiser-urls", urls, "--port", str(port)),
-        *("--scheduler-port", str(head_port), *flags),
-    ]
+def source_image(width: int = 64, height: int = 64, shade: int = 2) -> bytes:
+    """A PNG file; another `shade` is another picture."""
+    data = io.BytesIO()
+    pattern = np.indices((height, width, 3)).sum(0) * shade
+    Image.fromarray(pattern.astype(np.uint8)).save(data, "PNG")
+    return data.getvalue()

@@ -6,7 +6,7 @@ import pytest
 from harness.engine import FP32, Engine
 from harness.processes import probe_environment
 from harness.recording import Recording
-from harness.server import FP32_FLAGS, Server
+from harness.server import FP32_FLAGS, Server, ar_command
 
 
 @pytest.fixture(scope="session")
@@ -50,3 +50,10 @@ def relative_error():
         return float((np.linalg.norm(got - wanted, axis=1) / norms).max())
 
     return error_of
+
+
+@pytest.fixture(scope="session")
+def ar_server(glm):
+    """A real AR server of SRT, which honours seeds."""
+    with Server(glm, command=ar_command(glm)) as started:
+        yield started

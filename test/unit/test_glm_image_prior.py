@@ -210,7 +210,10 @@ class Service:
 
     def __init__(self, ar, processor, **changes):
         self.service = glm_image_prior.PriorService(
-            settings(ar, **changes), processor=processor, codebook=CODEBOOK, honours_seeds=True
+            settings(ar, **changes),
+            processor=processor,
+            codebook=CODEBOOK,
+            facts=glm_image_prior.ServerFacts(honours_seeds=True, context=1000),
         )
 
     def ask(self, prompt="a cat", seed=1, size=(32, 32)):
@@ -375,6 +378,13 @@ def test_large_seeds_fit_what_srt_takes(service, ar):
     assert ar.requests[0]["sampling_params"]["sampling_seed"] == 2**63 - 1
 
 
+def test_more_tokens_than_the_model_has(service, ar):
+    with pytest.raises(PriorError, match="size 1024x1024: takes 13.. tokens, .* has 1000") as error:
+        service.ask(size=(1024, 1024)).result()
+    assert error.value.status == 400
+    assert not ar.requests
+
+
 def test_closing_ends_what_is_in_flight(ar, processor):
     ar.reset()
     ar.always = "silent"
@@ -415,9 +425,10 @@ def test_seeds_are_tried(ar, processor, honours_seeds):
     ar.reset()
     ar.honours_seeds = honours_seeds
     try:
-        assert honours_seeds == glm_image_prior.check_server(
+        facts = glm_image_prior.check_server(
             settings(ar), processor=processor, codebook=CODEBOOK
         )
+        assert facts == glm_image_prior.ServerFacts(honours_seeds=honours_seeds, context=None)
     finally:
         ar.honours_seeds = True
 

@@ -6,8 +6,10 @@ import re
 from dataclasses import dataclass, fields
 from typing import Any
 
-# between a diffusion server and an AR server that has this project installed:
-SOURCE_IMAGES_KEY = "glm_image_source_images"  # in image_data, data URLs of the encoded images
+# in Req.extra from a head to its denoisers, data URLs or addresses of the source images
+SOURCE_IMAGES_KEY = "source_images"
+
+# of the answer of an AR server that has this project installed
 SOURCE_TOKENS_KEY = "glm_image_source_tokens"  # in meta_info, a list of codes a source image
 
 
@@ -135,14 +137,15 @@ class PriorError(RuntimeError):
     def __init__(self, status: int, subject: str, cause: str):
         """
         Args:
-            subject: ``AR server URL`` or ``source image N``.
+            subject: ``AR server URL``, ``source image N`` or ``size WxH``.
         """
         super().__init__(f"{subject}: {cause} (HTTP {status})")
         self.status = status
 
 
 _MARKED = re.compile(
-    r"(?P<message>(?:AR server \S+|source image \d+): .*) \(HTTP (?P<status>400|502|504)\)",
+    r"(?P<message>(?:AR server \S+|source image \d+|size \d+x\d+): .*) "
+    r"\(HTTP (?P<status>400|502|504)\)",
     re.DOTALL,
 )
 

@@ -7,6 +7,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from sglang.multimodal_gen.configs.guidance import REQUEST_FIELDS, guidance_is_on
+from sglang.multimodal_gen.guidance_buckets.disagg_hooks import carry_source_images
 
 # the guidance fields of the multipart request that this task serves
 _form_fields: ContextVar[dict[str, Any]] = ContextVar("guidance_form_fields", default={})
@@ -130,6 +131,7 @@ def keep_options(sampling_params: Any, sampling_params_orig: Any, *_args, **_kwa
 
 def attach_to_request(req: Any, server_args: Any, sampling_params: Any, *_args, **_kwargs) -> None:
     """AFTER prepare_request."""
+    carry_source_images(req, server_args)
     options = getattr(sampling_params, "_guidance", None)
     if options is not None:
         from sglang.multimodal_gen.runtime.guidance.requests import attach_options

@@ -136,7 +136,10 @@ def our_arguments(server_args: Any) -> dict[str, Any]:
     """The keywords that make `from_kwargs` set the same values again."""
     arguments = prior.prior_arguments(server_args)
     if guidance_is_on(server_args):
-        arguments |= {name: getattr(server_args, name) for name in _ARGUMENTS}
+        given = {name: getattr(server_args, name) for name in _ARGUMENTS}
+        if not server_args.max_running_samples:
+            del given["max_rows"], given["schedule_trace"]  # refused where they do nothing
+        arguments |= given
     return arguments
 
 

@@ -225,6 +225,13 @@ GUIDANCE_HOOKS = (
         "/health says degraded while the AR server is dead",
     ),
     Hook(
+        f"{_GEN}.runtime.launch_server.launch_disagg_server",
+        "before",
+        "disagg_hooks:serve_glm_image",
+        ("server_args",),
+        "a head that asks for each request's tokens by itself",
+    ),
+    Hook(
         f"{_GEN}.runtime.server_args.disagg.DisaggServerArgsMixin.for_disagg_role",
         "around",
         "disagg_hooks:keep_our_arguments",

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from PIL import Image, ImageOps
 
-from sglang.multimodal_gen.configs.glm_image_prior import SOURCE_IMAGES_KEY
 from sglang.multimodal_gen.configs.sample.glmimage import align_glm_image_resolution
 from sglang.srt.models.glm_image_vl import GlmImageForConditionalGeneration
 from sglang.srt.multimodal.processors.glm_image import GlmImageProcessor
@@ -27,42 +26,47 @@ class GlmImageSourceProcessor(GlmImageProcessor):
     async def process_mm_data_async(
         self, image_data: list[Any] | None, input_text: Any, request_obj: Any, *args, **kwargs
     ):
-        """Upstream's, after images under `SOURCE_IMAGES_KEY` became pixel values.
+        """Upstream's, after encoded images beside `input_ids` became pixel values.
+
+        Args:
+            image_data: then data URLs, one a source image in the prompt's order, and a dictionary
+                with the grids of all source images and of the picture.
 
         Raises:
             ValueError: for what is no image, or of another size than the request's grids.
         """
-        loop = asyncio.get_running_loop()
-        prepared = [
-            await loop.run_in_executor(self.io_executor, self._with_pixels, data)
-            if isinstance(data, dict) and SOURCE_IMAGES_KEY in data
-            else data
-            for data in image_data or ()
-        ]
+        urls = [item for item in image_data or () if isinstance(item, str)]
+        if urls and isinstance(input_text, list):
+            (grids,) = [item for item in image_data if isinstance(item, dict)]
+            image_data = [
+                await asyncio.get_running_loop().run_in_executor(
+                    self.io_executor, self._with_pixels, urls, grids["image_grid_thw"]
+                )
+            ]
         return await super().process_mm_data_async(
-            prepared, input_text, request_obj, *args, **kwargs
+            image_data, input_text, request_obj, *args, **kwargs
         )
 
-    def _with_pixels(self, data: dict[str, Any]) -> dict[str, Any]:
-        images = [_decode(url) for url in data[SOURCE_IMAGES_KEY]]
+    def _with_pixels(self, urls: list[str], grids: list[list[int]]) -> dict[str, torch.Tensor]:
+        images = [_decode(url) for url in urls]
         inputs = self._processor.image_processor(images=images, return_tensors="pt")
-        grids_N3 = torch.tensor(data["image_grid_thw"])
-        if not torch.equal(grids_N3[: len(images)], inputs["image_grid_thw"]):
+        sources_N3 = inputs["image_grid_thw"]
+        grids_N3 = torch.tensor(grids)
+        if not torch.equal(grids_N3[: len(images)], sources_N3):
             raise ValueError(
-                f"image_grid_thw: got {grids_N3.tolist()}, wanted "
-                f"{inputs['image_grid_thw'].tolist()} of the source images first"
+                f"image_grid_thw: got {grids}, wanted {sources_N3.tolist()} of the images first"
             )
         return {"pixel_values": inputs["pixel_values"], "image_grid_thw": grids_N3}
 
 
 def _decode(url: str) -> Image.Image:
     """RGB and upright, both sides rounded up to multiples of 32."""
-    if not isinstance(url, str) or not url.startswith("data:"):
-        raise ValueError(f"{SOURCE_IMAGES_KEY}: wanted data URLs")
+    if not url.startswith("data:"):
+        raise ValueError("image_data: wanted data URLs beside input_ids")
     encoded = base64.b64decode(url.split(",", 1)[1], validate=True)
     try:
         image = ImageOps.exif_transpose(Image.open(io.BytesIO(encoded))).convert("RGB")
     except OSError as error:
-        raise ValueError(f"{SOURCE_IMAGES_KEY}: {error}") from None
+        raise ValueError(f"image_data: {error}") from None
     size = align_glm_image_resolution(*image.size)
     return image if image.size == size else image.resize(size, Image.Resampling.LANCZOS)

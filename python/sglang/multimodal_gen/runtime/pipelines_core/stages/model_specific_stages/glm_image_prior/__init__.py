@@ -10,7 +10,7 @@ from typing import Any
 
 from sglang.multimodal_gen.configs.glm_image_prior import PriorConfig, PriorError
 
-from .server_check import ARServerUnfit, check_server, wait_for_server
+from .server_check import ARServerUnfit, ServerFacts, check_server, wait_for_server
 from .service import Prior, PriorService, assign_prior
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "Prior",
     "PriorError",
     "PriorService",
+    "ServerFacts",
     "assign_prior",
     "build_service",
     "check_server",
@@ -33,11 +34,11 @@ def build_service(
     Raises:
         ARServerUnfit: see `check_server`.
     """
-    honours_seeds = check_server(config, processor=processor, codebook=codebook)
+    facts = check_server(config, processor=processor, codebook=codebook)
     return PriorService(
         config,
         processor=processor,
         codebook=codebook,
-        honours_seeds=honours_seeds,
+        facts=facts,
         server_metrics=server_metrics,
     )

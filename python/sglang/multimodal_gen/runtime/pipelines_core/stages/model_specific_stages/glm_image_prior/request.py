@@ -36,7 +36,7 @@ class PriorRequest:
     Attributes:
         height, width: of the picture, in pixels; None takes the first source image's.
         seeds: one an image of the request.
-        sources: paths or data URLs of the source images.
+        sources: paths, data URLs or addresses of the source images.
     """
 
     prompt: str
@@ -54,7 +54,11 @@ class PriorRequest:
             seeds=tuple(
                 _seed_for_output(req.seed, image) for image in range(_num_outputs_per_prompt(req))
             ),
-            sources=tuple(image_path_to_list(req.image_path) if req.image_path else ()),
+            sources=tuple(
+                image_path_to_list(req.image_path)
+                if req.image_path
+                else req.extra.get(SOURCE_IMAGES_KEY, ())
+            ),
         )
 
 
@@ -88,16 +92,19 @@ class Prepared:
         return orjson.dumps(self.payload | {"sampling_params": parameters})
 
 
-def prepare(request: PriorRequest, processor: Any, codebook: int) -> Prepared:
+def prepare(
+    request: PriorRequest, processor: Any, codebook: int, context: int | None = None
+) -> Prepared:
     """Read the source images, tokenize the prompt. Not for two threads at a time.
 
     Args:
         processor: GLM-Image's, as transformers loads it.
         codebook: how many codes the DiT knows.
+        context: most tokens of a prompt and its picture, or None where that is not known.
 
     Raises:
         PriorError: 400, for a source image that cannot be read or has a shape that the model
-            cannot take.
+            cannot take, and for a picture too large.
     """
     encoded = [read_encoded(source, i) for i, source in enumerate(request.sources)]
     originals = [decode(image, i) for i, image in enumerate(encoded)]
@@ -112,11 +119,14 @@ def prepare(request: PriorRequest, processor: Any, codebook: int) -> Prepared:
         image_grid_thw=grids_N3, is_text_to_image=not images
     )
     source_grids = tuple((int(h), int(w)) for _, h, w in grids_N3[: len(images)].tolist())
-    image_data: dict[str, Any] = {"image_grid_thw": grids_N3.tolist()}
-    if images:
-        image_data[SOURCE_IMAGES_KEY] = [
-            _DATA_URL + base64.b64encode(image).decode() for image in encoded
-        ]
+    input_ids = inputs["input_ids"][0].tolist()
+    if context is not None and len(input_ids) + max_new_tokens > context:
+        raise PriorError(
+            400,
+            "size {}x{}".format(*wanted_size),
+            f"takes {len(input_ids) + max_new_tokens} tokens, the AR model has {context}",
+        )
+    sources = [_DATA_URL + base64.b64encode(image).decode() for image in encoded]
     digest = hashlib.sha256(b"".join(hashlib.sha256(image).digest() for image in encoded))
     return Prepared(
         height=height,
@@ -126,8 +136,8 @@ def prepare(request: PriorRequest, processor: Any, codebook: int) -> Prepared:
         token_w=token_w,
         source_grids=source_grids,
         payload={
-            "input_ids": inputs["input_ids"][0].tolist(),
-            "image_data": [image_data],
+            "input_ids": input_ids,
+            "image_data": [*sources, {"image_grid_thw": grids_N3.tolist()}],
             "sampling_params": GlmImageAR._external_ar_sampling_params(max_new_tokens, None),
         },
         wanted=Wanted(

@@ -4,6 +4,7 @@ honour seeds. Blocking, for start-up alone.
 """
 
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import requests
@@ -15,7 +16,6 @@ from sglang.multimodal_gen.runtime.utils.logging_utils import init_logger
 from .answer import Wanted, read_answer
 from .request import PriorRequest, prepare
 from .retry import AttemptFailure
-from .service import UNSEEDED_WARNING
 
 logger = init_logger(__name__)
 
@@ -24,6 +24,24 @@ _PROGRESS_S = 5.0
 _PROBE_TOKENS = 16  # equal by chance once in many requests, if seeds are ignored
 _PROBE_SEED = 7
 ARCHITECTURE = "GlmImageForConditionalGeneration"
+
+UNSEEDED_WARNING = (
+    "seed: the AR server ignores seeds, so the same request may give another image "
+    "(start it with --enable-deterministic-inference)"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerFacts:
+    """What an AR server told.
+
+    Attributes:
+        honours_seeds: whether it gives the same tokens for the same seed.
+        context: most tokens of a prompt and its picture; None where that cannot be known.
+    """
+
+    honours_seeds: bool
+    context: int | None
 
 
 class ARServerUnfit(RuntimeError):
@@ -75,8 +93,8 @@ def _unhealthy(config: PriorConfig) -> str | None:
     return None if status == 200 else f"answered {status}"
 
 
-def check_server(config: PriorConfig, *, processor: Any, codebook: int) -> bool:
-    """Whether the AR server honours seeds; it must be up.
+def check_server(config: PriorConfig, *, processor: Any, codebook: int) -> ServerFacts:
+    """Look at the AR server, which must be up.
 
     Its codebook and image token ids are compared where its model's config can be read from here.
     Anyway it has to answer a short request with ids of the DiT's codebook.
@@ -89,11 +107,11 @@ def check_server(config: PriorConfig, *, processor: Any, codebook: int) -> bool:
         raise _unfit(
             config, f"serves {info.get('model_type') or info.get('model_path')}, not GLM-Image's AR"
         )
-    _check_config(config, str(info.get("model_path")), processor, codebook)
+    context = _check_config(config, str(info.get("model_path")), processor, codebook)
     honours_seeds = len({_probe(config, processor, codebook) for _ in range(2)}) == 1
     if not honours_seeds:
         logger.warning("%s: %s", config.url, UNSEEDED_WARNING)
-    return honours_seeds
+    return ServerFacts(honours_seeds=honours_seeds, context=_told_context(config) or context)
 
 
 def _model_info(config: PriorConfig) -> dict[str, Any]:
@@ -112,12 +130,15 @@ def _model_info(config: PriorConfig) -> dict[str, Any]:
     return info
 
 
-def _check_config(config: PriorConfig, path: str, processor: Any, codebook: int) -> None:
+def _check_config(
+    config: PriorConfig, path: str, processor: Any, codebook: int
+) -> int | None:
+    """The model's own limit of tokens."""
     try:
         model, _ = PretrainedConfig.get_config_dict(path)
     except OSError:  # a path of another host
         logger.info("The config of %s, which %s serves, cannot be read from here", path, config.url)
-        return
+        return None
     tokenizer = processor.tokenizer
     for name, told, wanted in (
         ("codebook", model["vq_config"]["num_embeddings"], codebook),
@@ -130,6 +151,17 @@ def _check_config(config: PriorConfig, path: str, processor: Any, codebook: int)
     ):
         if told != wanted:
             raise _unfit(config, f"has {name} {told}, this checkpoint has {wanted}")
+    return model["text_config"].get("max_position_embeddings")
+
+
+def _told_context(config: PriorConfig) -> int | None:
+    """What the server was started with; sglang-router does not pass it on."""
+    timeout = (config.connect_timeout_s, config.read_timeout_s)
+    try:
+        (model,) = requests.get(config.url + "/v1/models", timeout=timeout).json()["data"]
+        return model.get("max_model_len")
+    except (requests.RequestException, ValueError, KeyError, TypeError):
+        return None
 
 
 def _probe(config: PriorConfig, processor: Any, codebook: int) -> tuple[int, ...]:

@@ -22,13 +22,9 @@ from .cache import BoundedCache
 from .client import ARClient
 from .metrics import PriorMetrics
 from .request import Prepared, PriorRequest, prepare
+from .server_check import UNSEEDED_WARNING, ServerFacts
 
 _MAX_EARLY = 4096  # futures of requests that nobody came for
-
-UNSEEDED_WARNING = (
-    "seed: the AR server ignores seeds, so the same request may give another image "
-    "(start it with --enable-deterministic-inference)"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,19 +60,20 @@ class PriorService:
         *,
         processor: Any,
         codebook: int,
-        honours_seeds: bool,
+        facts: ServerFacts,
         server_metrics: Any | None = None,
     ):
         """
         Args:
             processor: GLM-Image's, as transformers loads it.
             codebook: how many codes the DiT knows.
-            honours_seeds: whether the AR server gives the same tokens for the same seed.
+            facts: what the AR server told at start.
             server_metrics: upstream's `DiffusionMetrics`, or None.
         """
         self._processor = processor
         self._codebook = codebook
-        self._warning = None if honours_seeds else UNSEEDED_WARNING
+        self._context = facts.context
+        self._warning = None if facts.honours_seeds else UNSEEDED_WARNING
         self._metrics = PriorMetrics(server_metrics)
         self._client = ARClient(config, self._metrics)
         self._cache: BoundedCache[PriorTokens] = BoundedCache(config.cache_size)
@@ -112,7 +109,7 @@ class PriorService:
         start = time.monotonic()
         loop = asyncio.get_running_loop()
         prepared = await loop.run_in_executor(
-            self._builder, prepare, request, self._processor, self._codebook
+            self._builder, prepare, request, self._processor, self._codebook, self._context
         )
         tasks = [asyncio.create_task(self._tokens(prepared, seed)) for seed in request.seeds]
         try:

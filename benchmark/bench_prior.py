@@ -1,0 +1,312 @@
+"""GLM-Image's AR as a service against upstream's own --srt-encoder-url, with a real AR server.
+
+    python benchmark/bench_prior.py MODEL --precision fp32
+
+One AR server serves all sides. Rounds alternate between them; every request has a seed that was
+never asked for before, so no cache helps. "AR alone" sends the requests to the AR server and nobody
+denoises; "DiT alone" asks this project's server for the same requests again, whose tokens it has.
+Upstream merges waiting requests of one size into one AR call (--batching-max-size 8).
+"""
+
+import argparse
+import http.client
+import itertools
+import json
+import statistics
+import time
+import urllib.parse
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from common import markdown_table, print_section
+
+_seeds = itertools.count(1000)
+
+
+def main() -> None:
+    args = parse_args()
+    from harness.server import Server, ar_command
+    from harness.topology import Topology
+
+    flags = ["--dit-precision", args.precision, "--vae-precision", args.precision]
+    ours = ["--guidance-buckets", "8", *flags]
+    ar = Server(args.model, command=ar_command(args.model) + args.ar_flags)
+    url = ("--srt-encoder-url", ar.url)
+    try:
+        merged = ("--batching-mode", "dynamic", "--batching-max-size", "8")
+        servers = {
+            "upstream": Server(args.model, *url, *merged, *flags, upstream=True, waits=False),
+            "this project": Server(args.model, *url, *ours, waits=False),
+            "in one process": Server(args.model, *ours, waits=False),
+        }
+        try:
+            for server in servers.values():
+                server.wait()
+                for size in args.sizes:
+                    server.generate(**body(size, args))
+            client_time(ar, args)
+            overlap(ar, servers, args)
+            trickle(servers, args)
+            at_once(servers, args)
+            one_process(servers, args)
+        finally:
+            for server in servers.values():
+                server.close()
+        if args.denoisers:
+            with (
+                Topology(args.model, ar.url, 1, "--guidance-buckets", "8") as one,
+                Topology(args.model, ar.url, 2, "--guidance-buckets", "8") as two,
+            ):
+                denoisers({"one denoiser": one.head, "two denoisers": two.head}, args)
+    finally:
+        ar.close()
+
+
+def body(size: int, args, seed: int | None = None) -> dict:
+    return {
+        "prompt": "a red cube on a table",
+        "seed": next(_seeds) if seed is None else seed,
+        "size": f"{size}x{size}",
+        "num_inference_steps": args.steps,
+    }
+
+
+def mixed(count: int, args) -> list[dict]:
+    return [body(args.sizes[index % len(args.sizes)], args) for index in range(count)]
+
+
+def send(ask: Callable[[dict], object], requests: list[dict], gap_s: float) -> list[float]:
+    """Latencies in seconds of requests that arrive `gap_s` apart; the last is the wall time."""
+    start = time.monotonic()
+
+    def one(index: int) -> tuple[float, float]:
+        arrival = index * gap_s
+        time.sleep(max(0.0, start + arrival - time.monotonic()))
+        ask(requests[index])
+        end = time.monotonic() - start
+        return end - arrival, end
+
+    with ThreadPoolExecutor(len(requests)) as pool:
+        times = list(pool.map(one, range(len(requests))))
+    return [latency for latency, _ in times] + [max(end for _, end in times)]
+
+
+class ARClientAlone:
+    """This project's client with the requests of an image server, and nobody who denoises."""
+
+    def __init__(self, url: str, model: Path):
+        from transformers import AutoProcessor
+
+        from sglang.multimodal_gen.configs.glm_image_prior import PriorConfig
+        from sglang.multimodal_gen.runtime.pipelines_core.stages.model_specific_stages import (
+            glm_image_prior,
+        )
+
+        self.processor = AutoProcessor.from_pretrained(model / "processor")
+        self.service = glm_image_prior.PriorService(
+            PriorConfig(url=url, cache_size=0),
+            processor=self.processor,
+            codebook=2**14,
+            facts=glm_image_prior.ServerFacts(honours_seeds=True, context=None),
+        )
+
+    def request(self, asked: dict):
+        from sglang.multimodal_gen.runtime.pipelines_core.stages.model_specific_stages import (
+            glm_image_prior,
+        )
+
+        width, height = map(int, asked["size"].split("x"))
+        return glm_image_prior.request.PriorRequest(
+            prompt=asked["prompt"],
+            height=height,
+            width=width,
+            seeds=(asked["seed"],),
+            sources=(),
+        )
+
+    def ask(self, asked: dict) -> None:
+        self.service._client.submit(self.service._prior_of(self.request(asked))).result()
+
+    def http_body(self, asked: dict) -> bytes:
+        from sglang.multimodal_gen.runtime.pipelines_core.stages.model_specific_stages import (
+            glm_image_prior,
+        )
+
+        prepared = glm_image_prior.request.prepare(self.request(asked), self.processor, 2**14)
+        return prepared.body(asked["seed"])
+
+
+def client_time(ar, args) -> None:
+    """From a request to its tokens, against the same bytes over one open connection."""
+    client = ARClientAlone(ar.url, args.model)
+    address = urllib.parse.urlsplit(ar.url).netloc
+    plain, ours, srt = [], [], []
+    for _ in range(args.client_requests):
+        asked = body(args.sizes[0], args)
+        posted = client.http_body(asked)
+        connection = http.client.HTTPConnection(address)
+        connection.connect()
+        start = time.monotonic()
+        connection.request("POST", "/generate", posted, {"Content-Type": "application/json"})
+        answer = json.loads(connection.getresponse().read())
+        plain.append(time.monotonic() - start)
+        srt.append(answer["meta_info"]["e2e_latency"])
+        connection.close()
+        start = time.monotonic()
+        client.ask(asked)
+        ours.append(time.monotonic() - start)
+    client.service.close()
+    differences = [1000 * (mine - theirs) for mine, theirs in zip(ours, plain)]
+    rows = [
+        ["SRT's own time (e2e_latency)", ms(srt), ""],
+        ["the same bytes over one connection", ms(plain), ""],
+        [
+            "this project's client, tokenizing included",
+            ms(ours),
+            f"{statistics.median(differences):+.2f}",
+        ],
+    ]
+    print_section(
+        f"What the client adds: {args.client_requests} requests of "
+        f"{args.sizes[0]}x{args.sizes[0]}, one at a time",
+        markdown_table(["", "median ms", "median difference ms"], rows),
+    )
+
+
+def ms(seconds: list[float]) -> str:
+    return f"{1000 * statistics.median(seconds):.1f}"
+
+
+def overlap(ar, servers: dict, args) -> None:
+    """Eight requests of three sizes, staggered over one AR time."""
+    client = ARClientAlone(ar.url, args.model)
+    ar_time = statistics.median(
+        send(client.ask, [body(args.sizes[1], args)], 0)[-1] for _ in range(3)
+    )
+    gap = ar_time / 7
+    walls: dict[str, list[float]] = {}
+    for _ in range(args.rounds):
+        requests = mixed(8, args)
+        sides = {
+            "AR alone": client.ask,
+            "this project": lambda asked: servers["this project"].generate(**asked),
+            "DiT alone": lambda asked: servers["this project"].generate(**asked),
+            "upstream": lambda asked: servers["upstream"].generate(**asked),
+        }
+        for name, ask in sides.items():
+            walls.setdefault(name, []).append(send(ask, requests, gap)[-1])
+    client.service.close()
+    bar = [max(pair) for pair in zip(walls["AR alone"], walls["DiT alone"])]
+    rows = [
+        [
+            name,
+            f"{statistics.median(times):.2f}",
+            f"{min(times):.2f}-{max(times):.2f}",
+            f"{statistics.median(mine / base for mine, base in zip(times, bar)):.2f}",
+        ]
+        for name, times in walls.items()
+    ]
+    print_section(
+        f"8 requests of {len(args.sizes)} sizes staggered over one AR time ({ar_time:.2f} s), "
+        f"{args.rounds} rounds",
+        markdown_table(["", "wall s", "min-max", "of the larger one alone"], rows),
+    )
+
+
+def trickle(servers: dict, args) -> None:
+    """One request a quarter of an AR time."""
+
+
+    def ask_ours(asked: dict) -> None:
+        servers["this project"].generate(**asked)
+
+    single = statistics.median(
+        send(ask_ours, [body(args.sizes[1], args)], 0)[-1] for _ in range(3)
+    )
+    means: dict[str, list[float]] = {}
+    for _ in range(args.rounds):
+        for name in ("upstream", "this project"):
+            times = send(
+                lambda asked: servers[name].generate(**asked), mixed(8, args), single / 4
+            )
+            means.setdefault(name, []).append(statistics.mean(times[:-1]))
+    base = statistics.median(means["upstream"])
+    rows = [
+        [name, f"{statistics.median(times):.2f}", f"{statistics.median(times) / base:.2f}"]
+        for name, times in means.items()
+    ]
+    print_section(
+        f"8 requests of {len(args.sizes)} sizes, one every {single / 4:.2f} s, "
+        f"{args.rounds} rounds",
+        markdown_table(["", "mean latency s", "of upstream"], rows),
+    )
+
+
+def at_once(servers: dict, args) -> None:
+    rows = []
+    for count in (1, 4, 8, 16):
+        for name in ("upstream", "this project"):
+            firsts, lasts = [], []
+            for _ in range(args.rounds):
+                times = send(lambda asked: servers[name].generate(**asked), mixed(count, args), 0)
+                firsts.append(min(times))
+                lasts.append(times[-1])
+            rows.append(
+                [count, name, f"{statistics.median(firsts):.2f}", f"{statistics.median(lasts):.2f}"]
+            )
+    print_section(
+        f"Requests at once, {len(args.sizes)} sizes, {args.rounds} rounds",
+        markdown_table(["requests", "", "first picture s", "last picture s"], rows),
+    )
+
+
+def one_process(servers: dict, args) -> None:
+    times: dict[str, list[float]] = {}
+    for _ in range(args.rounds):
+        for name in ("in one process", "this project"):
+            ask = servers[name].generate
+            for count in (1, 4):
+                wall = send(lambda asked: ask(**asked), mixed(count, args), 0)[-1]
+                times.setdefault(f"{name}, {count} at once", []).append(wall)
+    rows = [[name, f"{statistics.median(walls):.2f}"] for name, walls in times.items()]
+    print_section(
+        f"The AR model in the same process, or on a server, {args.rounds} rounds",
+        markdown_table(["", "wall s"], rows),
+    )
+
+
+def denoisers(heads: dict, args) -> None:
+    walls: dict[str, list[float]] = {}
+    for head in heads.values():
+        for size in args.sizes * 2:
+            head.generate(**body(size, args))
+    for _ in range(args.rounds):
+        for name, head in heads.items():
+            asked = [{**one, "num_inference_steps": args.many_steps} for one in mixed(8, args)]
+            walls.setdefault(name, []).append(
+                send(lambda asked: head.generate(**asked), asked, 0)[-1]
+            )
+    rows = [[name, f"{statistics.median(times):.2f}"] for name, times in walls.items()]
+    print_section(
+        f"8 requests at once through a head, {args.many_steps} steps, {args.rounds} rounds",
+        markdown_table(["", "wall s"], rows),
+    )
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[64, 96, 128])
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--many-steps", type=int, default=60, help="of the denoisers' comparison")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--client-requests", type=int, default=20)
+    parser.add_argument("--precision", default="bf16")
+    parser.add_argument("--ar-flags", nargs=argparse.REMAINDER, default=[])
+    parser.add_argument("--no-denoisers", dest="denoisers", action="store_false")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""AR server, head and two denoisers, all real."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from harness.server import FP32_FLAGS, HTTPFailure, Server, pixels, pngs, source_image
+from harness.topology import Topology
+
+GUIDANCE = ("--guidance-buckets", "8")
+
+
+@pytest.fixture(scope="module")
+def topology(glm, ar_server):
+    with Topology(glm, ar_server.url, 2, *GUIDANCE, "--srt-encoder-total-timeout", "10") as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def alone(glm, ar_server):
+    """One server for all but the AR model."""
+    flags = (*GUIDANCE, "--srt-encoder-url", ar_server.url)
+    with Server(glm, *flags, *FP32_FLAGS) as started:
+        yield started
+
+
+def test_options_travel_and_the_report_comes_back(topology):
+    answer = topology.head.generate(guidance_curve="front:3:1@0.5", seed=11)
+    assert answer["guidance"]["curve"] == "front:3:1@0.5"
+    assert answer["guidance"]["forwards"] == {"cond": 6, "uncond": 3}
+    assert answer["usage"]["completion_tokens"] == 261
+
+
+def test_a_wrong_option_is_refused_at_the_head(topology):
+    with pytest.raises(HTTPFailure) as failure:
+        topology.head.generate(guidance_curve="front:3")
+    assert failure.value.status == 400
+
+
+def test_the_picture_of_one_server(topology, alone):
+    request = dict(guidance_curve="peak", seed=12, size="96x64")
+    (got,), (wanted,) = pngs(topology.head.generate(**request)), pngs(alone.generate(**request))
+    assert np.abs(pixels(got) - pixels(wanted)).max() <= 1
+
+
+@pytest.mark.parametrize("sources", [1, 2])
+def test_image_to_image_through_the_head(topology, alone, sources):
+    images = [source_image(64 + 32 * i) for i in range(sources)]
+    request = dict(size="64x64", seed=13)
+    (got,) = pngs(topology.head.edit(images, **request))
+    (wanted,) = pngs(alone.edit(images, **request))
+    assert np.abs(pixels(got) - pixels(wanted)).max() <= 1
+
+
+def test_three_sizes_at_once(topology, alone):
+    requests = [
+        dict(prompt=f"cat {i}", seed=i, size=("64x64", "96x64", "128x64")[i % 3]) for i in range(6)
+    ]
+    with ThreadPoolExecutor(6) as pool:
+        got = list(pool.map(lambda request: topology.head.generate(**request), requests))
+    for answer, request in zip(got, requests):
+        (wanted,) = pngs(alone.generate(**request))
+        assert np.abs(pixels(pngs(answer)[0]) - pixels(wanted)).max() <= 1
+
+
+def test_one_fault_is_one_requests(topology):
+    with ThreadPoolExecutor(3) as pool:
+        large = pool.submit(topology.head.generate, size="4096x4096")
+        others = [pool.submit(topology.head.generate, prompt=f"other {i}") for i in range(2)]
+    assert large.exception().status == 400
+    assert all(len(other.result()["data"]) == 1 for other in others)
+
+
+def test_a_killed_denoiser_hands_its_request_on(topology):
+    """Long enough to be killed in mid-request; the other denoiser answers."""
+    with ThreadPoolExecutor(2) as pool:
+        futures = [
+            pool.submit(topology.head.generate, prompt=f"long {i}", num_inference_steps=400)
+            for i in range(2)
+        ]
+        victim = topology.denoisers[1]
+        deadline = time.monotonic() + 60
+        while victim.log.read_text().count("/400 [") == 0 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        victim.kill()
+        answers = [future.result() for future in futures]
+    assert all(len(answer["data"]) == 1 for answer in answers)
+    log = topology.head.log.read_text()
+    assert "GLM denoiser[1] disconnected; requeued 1 request(s)" in log
+    assert topology.head.generate(prompt="after")["data"]
