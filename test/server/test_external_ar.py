@@ -6,20 +6,42 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoProcessor
 
+from harness.processes import probe_environment
 from harness.server import FP32_FLAGS, HTTPFailure, Server, pixels, pngs, source_image
+from sglang.multimodal_gen.configs.glm_image_prior import PriorConfig
+from sglang.multimodal_gen.configs.sample.glmimage import GlmImageSamplingParams
+from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req
+from sglang.multimodal_gen.runtime.pipelines_core.stages.model_specific_stages import (
+    glm_image_prior,
+)
 
 THREE_SIZES = ("64x64", "96x64", "128x128")
 
 
 @pytest.fixture(scope="module")
-def server(glm, ar_server):
+def server(glm, ar_server, tmp_path_factory):
+    """Warmed up as a user's server is, and with a cache that soon forgets."""
+    trace = tmp_path_factory.mktemp("trace") / "trace.json"
     flags = (
         *("--guidance-buckets", "8", "--srt-encoder-url", ar_server.url, "--prior-cache-size", "4"),
-        *("--srt-encoder-total-timeout", "120"),
+        *("--srt-encoder-total-timeout", "120", "--schedule-trace", str(trace)),
+        *("--warmup-mode", "server"),
     )
     with Server(glm, *flags, *FP32_FLAGS) as started:
+        started.trace = trace
         yield started
+
+
+def test_warm_up_sends_nothing_that_the_ar_server_cannot_take(server, ar_server):
+    log = server.log.read_text()
+    assert "warmup req" in log
+    assert "HTTP 502" not in log and "HTTP 400" not in log
+    assert "Error executing" not in log
+    assert 'POST /generate HTTP/1.1" 200' in ar_server.log.read_text()
+    assert 'POST /generate HTTP/1.1" 4' not in ar_server.log.read_text()
 
 
 def test_same_seed_same_picture(server):
@@ -43,29 +65,26 @@ def test_several_images_are_the_single_ones(server):
 def test_no_barrier_between_requests_of_three_sizes(server, ar_server):
     """First pictures leave before the last tokens are written, and each equals its solo run."""
     requests = [dict(prompt=f"cat {i}", size=THREE_SIZES[i % 3], seed=i) for i in range(12)]
-    ended: dict[int, float] = {}
-
-    def ask(index):
-        answer = server.generate(**requests[index])
-        ended[index] = time.monotonic()
-        return pixels(pngs(answer)[0])
-
+    before = len(spans(server.trace))
     with ThreadPoolExecutor(12) as pool:
         futures = []
-        for index in range(12):
-            futures.append(pool.submit(ask, index))
+        for request in requests:
+            futures.append(pool.submit(server.generate, **request))
             time.sleep(0.15)
-        got = [future.result() for future in futures]
-    last_tokens = _last_tokens_written(ar_server)
-    assert sum(end < last_tokens for end in ended.values()) >= 3
-    for image, request in zip(got, requests):
-        solo = pixels(pngs(server.generate(**request))[0])  # the cache has forgotten most of them
-        assert image.shape == solo.shape
-        assert np.abs(image - solo).max() <= 1
+        answers = [future.result() for future in futures]
+    written = spans(server.trace)[before:]
+    # a request is prepared when its tokens are there
+    last_tokens = max(span["ts"] for span in written if span["name"] == "prepare")
+    left = [span["ts"] + span["dur"] for span in written if span["name"] == "decode"]
+    assert len(left) == 12
+    assert sum(end < last_tokens for end in left) >= 3
+    for answer, request in zip(answers, requests):
+        (solo,) = pngs(server.generate(**request))  # the cache has forgotten most of them
+        assert np.abs(pixels(pngs(answer)[0]) - pixels(solo)).max() <= 1
 
 
-def _last_tokens_written(ar_server) -> float:
-    raise NotImplementedError
+def spans(trace):
+    return [json.loads(line.rstrip(",")) for line in trace.read_text().splitlines()[1:]]
 
 
 @pytest.mark.parametrize("size", ["500x500", "64x2048", "2048x64", "65x65"])
@@ -75,7 +94,9 @@ def test_the_picture_has_the_size_asked_for(server, size):
     assert pixels(png).shape == (height, width, 3)
 
 
-def test_a_size_over_the_limit(server):
+@pytest.mark.parametrize("where", ["server", "in_process"])
+def test_a_size_over_the_limit(where, request):
+    server = request.getfixturevalue(where)
     with pytest.raises(HTTPFailure) as failure:
         server.generate(size="4096x4096", num_inference_steps=2)
     assert failure.value.status == 400
@@ -86,12 +107,65 @@ def test_a_size_over_the_limit(server):
 @pytest.mark.parametrize("sources", [1, 2])
 def test_image_to_image(server, sources):
     images = [source_image(64 + 32 * i, 64, shade=2 + i) for i in range(sources)]
-    first = server.edit(images, size="64x64", seed=3)
-    again = server.edit(images, size="64x64", seed=3, prompt="a cat ")
-    assert pixels(pngs(first)[0]).shape == (64, 64, 3)
-    assert pngs(again) != pngs(first)
+    first = pngs(server.edit(images, size="64x64", seed=3))
+    assert pixels(first[0]).shape == (64, 64, 3)
+    for seed in range(20, 25):  # until the cache has forgotten it
+        server.generate(seed=seed)
+    assert pngs(server.edit(images, size="64x64", seed=3)) == first
     other = [source_image(64 + 32 * i, 64, shade=3 + i) for i in range(sources)]
-    assert pngs(server.edit(other, size="64x64", seed=3)) != pngs(first)
+    assert pngs(server.edit(other, size="64x64", seed=3)) != first
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    return tmp_path_factory.mktemp("priors")
+
+
+@pytest.fixture(scope="module")
+def in_process(glm, kept):
+    """The AR model in the same process, except where `kept` has the tokens already."""
+    environment = probe_environment(PROBE_KEEP_PRIOR=str(kept))
+    with Server(glm, "--guidance-buckets", "8", *FP32_FLAGS, env=environment) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def client(glm, ar_server):
+    service = glm_image_prior.build_service(
+        PriorConfig(url=ar_server.url),
+        processor=AutoProcessor.from_pretrained(glm / "processor"),
+        codebook=128,
+        server_metrics=None,
+    )
+    yield service
+    service.close()
+
+
+@pytest.mark.parametrize("sources", [0, 1, 2])
+def test_the_ar_model_in_the_same_process(server, in_process, client, kept, tmp_path, sources):
+    """Source images have the same tokens there, and the same tokens make the same picture."""
+    images = [source_image(64 + 32 * i, 64) for i in range(sources)]
+    paths = [tmp_path / f"{i}.png" for i in range(sources)]
+    for path, image in zip(paths, images):
+        path.write_bytes(image)
+    asked = dict(prompt=f"of {sources}", seed=31)
+
+    def picture(server):
+        answer = server.edit(images, size="64x64", **asked) if images else server.generate(**asked)
+        return pixels(pngs(answer)[0])
+
+    params = GlmImageSamplingParams(
+        **asked, width=64, height=64, image_path=list(map(str, paths)) or None
+    )
+    (prior,) = client.fetch([Req(sampling_params=params)]).result()
+    picture(in_process)
+    (written,) = kept.glob("*.pt")
+    _, source_ids, _ = torch.load(written)
+    for theirs, ours in zip(source_ids or (), prior.source_token_ids or (), strict=True):
+        assert torch.equal(theirs, ours)
+    torch.save((prior.token_ids_BL, prior.source_token_ids, None), written)
+    assert np.abs(picture(in_process) - picture(server)).max() <= 1
+    written.unlink()
 
 
 def test_the_picture_has_the_size_of_its_source(server):

@@ -73,6 +73,15 @@ def test_one_fault_is_one_requests(topology):
     assert all(len(other.result()["data"]) == 1 for other in others)
 
 
+def test_an_abandoned_request_leaves_the_ar_server(topology, ar_server):
+    with pytest.raises(OSError):
+        topology.head.generate(prompt="nobody waits", size="1024x1024", timeout=1)
+    deadline = time.monotonic() + 10
+    while "aborted: its client is gone" not in topology.head.log.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
 def test_a_killed_denoiser_hands_its_request_on(topology):
     """Long enough to be killed in mid-request; the other denoiser answers."""
     with ThreadPoolExecutor(2) as pool:

@@ -50,9 +50,12 @@ def fetch_early(req: Any) -> None:
 def write_prior(original, stage: Any, batch: Any, server_args: Any) -> Any:
     """AROUND GlmImageAR.forward."""
     service = getattr(stage, "prior_service", None)
-    if service is None:
-        return original(stage, batch, server_args)
-    return _write(service, [batch])[0]
+    if service is not None:
+        return _write(service, [batch])[0]
+    if prior_config(server_args) is not None and prior_config(server_args).url is None:
+        model = stage.vision_language_encoder.config.text_config
+        _prior().check_size(batch, model.max_position_embeddings)
+    return original(stage, batch, server_args)
 
 
 def write_priors(original, stage: Any, batches: list, server_args: Any) -> list:

@@ -5,10 +5,12 @@ Upstream's head has one batch at the AR server, of one resolution, and an error 
 Here each request is asked for when it comes, and is sent to a denoiser when its tokens are there.
 """
 
+import pickle
 import time
 from concurrent.futures import Future
 from typing import Any
 
+import zmq
 from transformers import PretrainedConfig
 
 from sglang.multimodal_gen.configs.glm_image_prior import prior_config
@@ -17,7 +19,9 @@ from sglang.multimodal_gen.runtime.disaggregation.orchestrator import (
     _GlmDistributedRequest,
 )
 from sglang.multimodal_gen.runtime.disaggregation.request_state import RequestState
+from sglang.multimodal_gen.runtime.guidance.abort import AbortReq
 from sglang.multimodal_gen.runtime.observability.metrics import get_metrics
+from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import OutputBatch
 from sglang.multimodal_gen.runtime.pipelines_core.stages.model_specific_stages.glm_image_prior import (  # noqa: E501
     assign_prior,
     build_service,
@@ -56,6 +60,35 @@ class GlmImageHead(DiffusionServer):
     def stop(self) -> None:
         super().stop()
         self._service.close()
+
+    # --- clients --------------------------------------------------------------------------------
+
+    def _handle_client_request(self, frontend: zmq.Socket) -> None:
+        try:
+            parts = frontend.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+        item = pickle.loads(parts[-1])
+        item = item[0] if isinstance(item, list) and item else item
+        if isinstance(item, AbortReq):
+            self._abort(item.request_id)
+            frontend.send_multipart([parts[0], b"", pickle.dumps(OutputBatch())])
+        else:
+            super()._handle_client_request(_Received(frontend, parts))
+
+    def _abort(self, request_id: str) -> None:
+        """A client is gone. What a denoiser works on already is finished."""
+        state = self._glm_distributed_state
+        if request_id in self._asked:
+            self._asked.pop(request_id)[1].cancel()
+        elif request := state.denoiser_requests.get(request_id):
+            if request not in state.pending_denoiser_requests:
+                return
+            state.pending_denoiser_requests.remove(request)
+            del state.denoiser_requests[request_id]
+        else:
+            return
+        self._complete_with_error(request_id, "aborted: its client is gone")
 
     # --- tokens ---------------------------------------------------------------------------------
 
@@ -119,3 +152,14 @@ class GlmImageHead(DiffusionServer):
 
     def get_stats(self) -> dict:
         return super().get_stats() | {"glm_ar_in_flight": len(self._asked)}
+
+
+class _Received:
+    """A socket whose next message was taken already."""
+
+    def __init__(self, socket: zmq.Socket, parts: list[bytes]):
+        self._parts = parts
+        self.send_multipart = socket.send_multipart
+
+    def recv_multipart(self, *_flags: int) -> list[bytes]:
+        return self._parts

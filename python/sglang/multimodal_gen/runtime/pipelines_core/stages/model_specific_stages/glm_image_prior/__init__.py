@@ -10,6 +10,7 @@ from typing import Any
 
 from sglang.multimodal_gen.configs.glm_image_prior import PriorConfig, PriorError
 
+from .request import check_size
 from .server_check import ARServerUnfit, ServerFacts, check_server, wait_for_server
 from .service import Prior, PriorService, assign_prior
 
@@ -22,6 +23,7 @@ __all__ = [
     "assign_prior",
     "build_service",
     "check_server",
+    "check_size",
     "wait_for_server",
 ]
 

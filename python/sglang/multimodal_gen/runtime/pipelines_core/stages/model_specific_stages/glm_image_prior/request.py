@@ -150,6 +150,21 @@ def prepare(
     )
 
 
+def check_size(req: Req, context: int) -> None:
+    """Before the AR model of the same process begins: the tokens of the picture alone.
+
+    Raises:
+        PriorError: 400, for a picture that cannot fit.
+    """
+    tokens = (req.width or 0) * (req.height or 0) // 32**2
+    if tokens > context:
+        raise PriorError(
+            400,
+            f"size {req.width}x{req.height}",
+            f"takes more than {tokens} tokens, the AR model has {context}",
+        )
+
+
 def _tokenize(processor: Any, prompt: str, images: list[Image.Image], height: int, width: int):
     content = [{"type": "image", "image": image} for image in images]
     content.append({"type": "text", "text": prompt})

@@ -1,0 +1,51 @@
+"""Two AR servers behind sglang-router: one dies in mid-request, and nothing is lost."""
+
+import importlib.util
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from harness.server import FP32_FLAGS, Server, ar_command, pngs
+from harness.topology import router_command
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("sglang_router") is None,
+    reason="sglang-router is not installed: pip install '.[test]'",
+)
+
+
+@pytest.fixture(scope="module")
+def second_ar(glm):
+    with Server(glm, command=ar_command(glm)) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def server(glm, ar_server, second_ar):
+    with Server(glm, command=router_command([ar_server.url, second_ar.url])) as router:
+        flags = ("--guidance-buckets", "8", "--srt-encoder-url", router.url)
+        with Server(glm, *flags, *FP32_FLAGS) as started:
+            yield started
+
+
+def test_both_give_the_same_tokens_for_a_seed(server, ar_server, second_ar):
+    request = dict(prompt="routed", seed=4, n=2)
+    first = pngs(server.generate(**request))
+    assert pngs(server.generate(**request | {"prompt": "routed "})) != []
+    for ar in (ar_server, second_ar):
+        assert ar.log.read_text().count('POST /generate HTTP/1.1" 200') > 2
+    assert len(set(first)) == 2
+
+
+def test_one_of_two_dies_and_nothing_is_lost(server, second_ar):
+    requests = [dict(prompt=f"routed {i}", seed=i, size="128x128") for i in range(6)]
+    with ThreadPoolExecutor(6) as pool:
+        futures = [pool.submit(server.generate, **request) for request in requests]
+        time.sleep(0.7)
+        second_ar.kill()
+        answers = [future.result() for future in futures]
+    assert all(len(answer["data"]) == 1 for answer in answers)
+    for request, answer in zip(requests, answers):
+        assert pngs(server.generate(**request)) == pngs(answer)
+    assert server.generate(prompt="after")["data"]
