@@ -84,16 +84,21 @@ def test_an_abandoned_request_leaves_the_ar_server(topology, ar_server):
 
 def test_a_killed_denoiser_hands_its_request_on(topology):
     """Long enough to be killed in mid-request; the other denoiser answers."""
+
+    def tokens_written() -> int:
+        return topology.head.log.read_text().count("Tokens of")
+
+    before = tokens_written()
     with ThreadPoolExecutor(2) as pool:
         futures = [
             pool.submit(topology.head.generate, prompt=f"long {i}", num_inference_steps=400)
             for i in range(2)
         ]
-        victim = topology.denoisers[1]
         deadline = time.monotonic() + 60
-        while victim.log.read_text().count("/400 [") == 0 and time.monotonic() < deadline:
-            time.sleep(0.1)
-        victim.kill()
+        while tokens_written() < before + 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.5)
+        topology.denoisers[1].kill()
         answers = [future.result() for future in futures]
     assert all(len(answer["data"]) == 1 for answer in answers)
     log = topology.head.log.read_text()
