@@ -20,9 +20,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 from openai import APIError, OpenAI
-from plot_curve import save_curve
+
+from sglang.multimodal_gen.tools.guidance_curve_plot import save_curve
 
 # what the tiny checkpoint wants: it is saved in fp32, has nothing to warm up, and more threads only
 # get in its way
@@ -37,7 +37,6 @@ CLEAR_LINE = "\033[K" if sys.stdout.isatty() else ""
 
 def main() -> int:
     args = parse_args()
-    plt.switch_backend("agg")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("demo: terminated"))
     args.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="guidance-buckets-demo-") as scratch:

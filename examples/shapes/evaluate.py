@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from draw import draw
 from judge import judge
+from parts import GRID
 from PIL import Image
 from sample import Sampler, make_noise
 from scenes import captions, sample_scenes, words
 from train_codebook import encode
-from parts import GRID
 from training import DEVICE
 
 NAMES = ("scene", "color", "shape", "place", "size", "background")

@@ -104,7 +104,7 @@ class Scenes:
         return _bucket(key) == 0
 
     def held_out_word(self) -> torch.Tensor:
-        """[N] bool: the same for words, which are split by themselves; False where there is none."""
+        """[N] bool: the same for words, split by themselves; False where there is none."""
         places = torch.arange(MAX_LETTERS)
         shown = places < self.num_letters[:, None]
         powers = 27**places

@@ -7,8 +7,16 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from draw import draw
-from parts import CODES, GRID, PREVIEW_GRID, image_token, make_ar_model, make_processor
-from parts import IMAGE_START, make_tokenizer
+from parts import (
+    CODES,
+    GRID,
+    IMAGE_START,
+    PREVIEW_GRID,
+    image_token,
+    make_ar_model,
+    make_processor,
+    make_tokenizer,
+)
 from scenes import SIZE, captions, sample_scenes
 from train_codebook import encode
 from training import DEVICE, Clock, Trainer, autocast

@@ -11,8 +11,8 @@ Settings in the environment:
         that go on "on rank 1" fail on that rank alone.
     PROBE_SLOW: requests whose prompt says "slow step" or "slow decode" take `SLOW_SECONDS` longer
         there.
-    PROBE_SWAP: requests whose prompt says "swapped halves" get uncond for cond, and cond for uncond,
-        from packed forwards.
+    PROBE_SWAP: requests whose prompt says "swapped halves" get uncond for cond and cond for
+        uncond from packed forwards.
     PROBE_BREAK_HOOK: hooks on a target that ends so cannot be applied, as if upstream had moved it.
 """
 

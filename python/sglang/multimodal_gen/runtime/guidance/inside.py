@@ -10,6 +10,7 @@ after the request's own picture, onto one contact sheet.
 
 import json
 import re
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ class GuidanceTrace:
             "error": None,
         }
         if expected is not None:
-            uncond, difference = predictions["uncond"][:1], None
+            uncond = predictions["uncond"][:1]
             difference = cond - uncond
             size = difference.norm().clamp(min=1e-12)
             row["norm_uncond"] = uncond.norm()
@@ -193,7 +194,8 @@ class TracedDecodingMixin:
 
     def _write(self, trace: GuidanceTrace, batch: Any, server_args: Any) -> None:
         report = batch.metrics.guidance
-        name = "guidance-" + re.sub(r"[^\w.-]", "_", str(batch.request_id))[:128]
+        request_id = str(batch.request_id or time.time_ns())  # DiffGenerator's have none
+        name = "guidance-" + re.sub(r"[^\w.-]", "_", request_id)[:128]
         sheet, data = (Path(server_args.guidance_trace, name + end) for end in (".png", ".json"))
         rows = trace.rows()
         pictured = [
