@@ -44,7 +44,7 @@ def main() -> None:
     rows, best = [], None
     for scale in args.scales:
         latent = sampler.denoise(conditions, [scale] * args.steps, noise)
-        picture = torch.cat([sampler.decode(part) for part in latent.split(64)])
+        picture = torch.cat([sampler.decode(part).clamp(0, 1) for part in latent.split(64)])
         row = {"scale": scale, **score(picture, scenes)}
         rows.append(row)
         print("  ".join(f"{name} {value:.3f}" for name, value in row.items()), flush=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from diffusers import AutoencoderKL, GlmImageTransformer2DModel
 from masked_dit import MaskedDit, embed_glyphs, glyph_ids
-from parts import GRID, PREVIEW_GRID, TEXT_WIDTH
+from parts import GRID, PREVIEW_GRID
 from scenes import SIZE
 from transformers import AutoProcessor, GlmImageForConditionalGeneration, T5EncoderModel
 
@@ -121,13 +121,13 @@ class Sampler:
 
     @torch.no_grad()
     def decode(self, latent_NCHW: torch.Tensor) -> torch.Tensor:
-        """Pictures in 0..1."""
+        """Pictures; values may leave 0..1 where guidance was strong."""
         mean, deviation = (
             torch.tensor(values, device=self.device)[None, :, None, None]
             for values in (self.vae.config.latents_mean, self.vae.config.latents_std)
         )
         latent = (latent_NCHW * deviation + mean).to(self.dtype)
-        return (self.vae.decode(latent).sample.float() / 2 + 0.5).clamp(0, 1)
+        return self.vae.decode(latent).sample.float() / 2 + 0.5
 
 
 def make_noise(count: int, seed: int) -> torch.Tensor:
@@ -137,6 +137,3 @@ def make_noise(count: int, seed: int) -> torch.Tensor:
         torch.randn(shape, generator=torch.Generator().manual_seed(seed + i)) for i in range(count)
     ]
     return torch.cat(draws)
-
-
-assert TEXT_WIDTH % 2 == 0
