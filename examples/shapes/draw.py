@@ -4,7 +4,7 @@
 import math
 
 import torch
-from font import glyphs
+from font import HEIGHT, glyphs
 from scenes import (
     BACKGROUNDS,
     COLORS,
@@ -22,8 +22,11 @@ STRIPE_SHADE = 0.86
 STAR_WAIST = 0.45  # inner radius of the star over its outer radius
 
 
-def draw(scenes: Scenes) -> torch.Tensor:
-    """The pictures of N scenes as [N, 3, SIZE, SIZE] in 0..1."""
+def draw(scenes: Scenes, *, letters: bool = True) -> torch.Tensor:
+    """The pictures of N scenes as [N, 3, SIZE, SIZE] in 0..1.
+
+    Without `letters` a gray bar stands where the word would.
+    """
     device = scenes.center.device
     x = torch.arange(SIZE, device=device)[None, None, :] + 0.5  # [1, 1, W]
     background = _palette(BACKGROUNDS, device)[scenes.background]
@@ -40,7 +43,8 @@ def draw(scenes: Scenes) -> torch.Tensor:
         picture_NCHW = picture_NCHW + (color - picture_NCHW) * cover[:, None]
 
     ink = torch.tensor(INK, device=device)[None, :, None, None] / 255
-    return picture_NCHW + (ink - picture_NCHW) * word_ink(scenes)[:, None]
+    amount = word_ink(scenes) if letters else word_bar(scenes) / 2
+    return picture_NCHW + (ink - picture_NCHW) * amount[:, None]
 
 
 def object_covers(scenes: Scenes) -> list[torch.Tensor]:
@@ -115,6 +119,16 @@ def word_ink(scenes: Scenes) -> torch.Tensor:
         cell_x.clamp(0, width - 1)[:, None, :],
     ]
     return ink * inside
+
+
+def word_bar(scenes: Scenes) -> torch.Tensor:
+    """[N, SIZE, SIZE]: 1 from the word's first letter to its last."""
+    pixels = torch.arange(SIZE, device=scenes.center.device)[None]
+    left, top = scenes.word_corner[:, :1], scenes.word_corner[:, 1:]
+    width = scenes.num_letters[:, None] * PITCH - LETTER_SCALE
+    across = (pixels >= left) & (pixels < left + width)
+    down = (pixels >= top) & (pixels < top + HEIGHT * LETTER_SCALE)
+    return (down[:, :, None] & across[:, None, :]).float()
 
 
 def _soft(distance: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,7 @@ def main() -> None:
     parser.add_argument(
         "--scales", type=float, nargs="+", default=[1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 7]
     )
+    parser.add_argument("--top-p", type=float, help="of the AR model, instead of its own")
     parser.add_argument("--seed", type=int, default=100)
     parser.add_argument(
         "--true-priors", action="store_true", help="codes of the true picture, not the AR model's"
@@ -35,6 +36,8 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     scenes = sample_scenes(args.count, torch.Generator().manual_seed(args.seed), held_out=True)
     sampler = Sampler(args.checkpoint, DEVICE)
+    if args.top_p is not None:
+        sampler.language.generation_config.top_p = args.top_p
     if args.true_priors:
         true = draw(scenes.to(DEVICE))
         conditions = sampler.with_codes(encode(sampler.language.model, true, GRID), words(scenes))

@@ -29,6 +29,7 @@ GRID = SIZE // 32
 PREVIEW_GRID = 16
 VISION_PATCH = 16  # the image processor halves a picture first
 TEXT_WIDTH = 96
+TOP_P = 0.8  # a rare code in the preview misleads all that follow
 MAX_GLYPHS = MAX_LETTERS + 1  # bytes of a word and the end token
 
 PAD, IMAGE, GRID_START, GRID_END = "<|endoftext|>", "<|image|>", "<sop>", "<eop>"
@@ -154,6 +155,7 @@ def make_ar_model(tokenizer: PreTrainedTokenizerFast) -> GlmImageForConditionalG
         )
     )
     model.generation_config.do_sample = True
+    model.generation_config.top_p = TOP_P
     model.generation_config.eos_token_id = IMAGE_END
     model.generation_config.pad_token_id = pad
     return model

@@ -42,6 +42,7 @@ def main() -> None:
     text, codes = make_data(model.model, tokenizer, args.scenes, args.seed)
     language, head = model.model.language_model, model.lm_head
     trainer = Trainer([language, head], peak=args.peak)
+    compile_layers(language, head, tokenizer.pad_token_id, text, codes)
     clock = Clock("ar", args.seconds)
     for rate in clock:
         pick = torch.randint(len(text), (args.batch,), device=DEVICE)
@@ -50,6 +51,20 @@ def main() -> None:
         clock.note(loss[:, :PREVIEW].mean(), loss[:, PREVIEW:].mean())
     trainer.use_average()
     torch.save(model.state_dict(), args.output)
+
+
+def compile_layers(language, head, pad: int, text, codes) -> None:
+    """Compiled layers where that works."""
+    if DEVICE.type != "cuda":
+        return
+    for layer in language.layers:
+        layer.compile()
+    try:
+        code_loss(language, head, pad, text[:256], codes[:256].long()).mean().backward()
+    except Exception as error:  # no C compiler, no Triton
+        print(f"ar: not compiled: {type(error).__name__}: {str(error)[:300]}", flush=True)
+        for layer in language.layers:
+            layer._compiled_call_impl = None
 
 
 def load_or_make(resume: Path | None, tokenizer, codebook: Path):

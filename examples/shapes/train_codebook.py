@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains the vision encoder and the codebook whose codes are the prior tokens.
 
-A throw-away decoder must tell from the codes what the picture looks like and, cell by cell, which
-colour and which shape of object covers it. Codes follow their vectors by moving averages; codes
-that nobody uses are moved to where vectors are.
+A throw-away decoder must tell from the codes what the picture looks like, with a bar in place of
+the word, and, cell by cell, which colour and which shape of object covers it. So codes know where a
+word stands but not how it is spelt: that is the glyph encoder's part. Codes follow their vectors
+by moving averages; codes that nobody uses are moved to where vectors are.
 """
 
 import argparse
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,8 +19,9 @@ from scenes import COLORS, SHAPES, Scenes, sample_scenes
 from torch import nn
 from training import DEVICE, Clock, Trainer, autocast
 
-UNQUANTIZED_STEPS = 300  # before the codebook starts, so that it starts from good vectors
-PICTURES = {GRID: 384, PREVIEW_GRID: 64}  # a step
+UNQUANTIZED_STEPS = 500  # before the codebook starts, so that it starts from good vectors
+PICTURES = {GRID: 512, PREVIEW_GRID: 96}  # a step
+WEIGHTS = (1.0, 1.0, 1.0, 0.25)  # of pixels, colours, shapes and the way to the nearest code
 LEAST_COVER = 0.04  # of a cell, for an object to count as being there
 
 
@@ -26,36 +29,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("output", type=Path)
     parser.add_argument("--seconds", type=float, default=80)
+    parser.add_argument("--scenes", type=int, default=30_000)
     parser.add_argument("--divide", type=int, default=1, help="pictures a step by this")
     args = parser.parse_args()
     torch.manual_seed(2)
     torch.set_float32_matmul_precision("high")
-    generator = torch.Generator().manual_seed(2)
     model = make_ar_model(make_tokenizer()).model.to(DEVICE)
     vision, quant_conv = model.visual, model.vqmodel.quant_conv
     decoder = CodeDecoder(model.vqmodel.quantize.embedding.weight.shape[1]).to(DEVICE)
     book = Codebook(model.vqmodel.quantize.embedding.weight.data)
-    trainer = Trainer([vision, quant_conv, decoder], peak=1e-3)
+    pools = make_pools(args.scenes)
+    trainer = Trainer([vision, quant_conv, decoder], peak=1.5e-3)
+    weights = torch.tensor(WEIGHTS, device=DEVICE)
     clock = Clock("codebook", args.seconds)
     for rate in clock:
         losses = []
         for grid, count in PICTURES.items():
-            scenes = sample_scenes(count // args.divide, generator).to(DEVICE)
-            picture = shrink(draw(scenes), grid)
+            pool = pools[grid]
+            pick = torch.randint(args.scenes, (count // args.divide,), device=DEVICE)
             with autocast():
-                vector = vectors(vision, quant_conv, picture, grid)
+                vector = vectors(vision, quant_conv, _signed(pool.seen[pick]), grid)
             quantized, drift = book.quantize(vector, learn=clock.step >= UNQUANTIZED_STEPS)
             with autocast():
                 pixels, colors, shapes = decoder(quantized, grid)
-            wanted = F.unfold(picture, VISION_PATCH, stride=VISION_PATCH).transpose(1, 2)
+            wanted = F.unfold(_signed(pool.wanted[pick]), VISION_PATCH, stride=VISION_PATCH)
+            wanted = wanted.transpose(1, 2)
             error = pixels.float() - wanted
             pixel_loss = error.abs().mean() + 2 * error.square().mean()
-            color, shape = cell_labels(scenes, grid)
-            color_loss = F.cross_entropy(colors.float().flatten(0, 1), color.flatten())
-            shape_loss = F.cross_entropy(shapes.float().flatten(0, 1), shape.flatten())
+            color, shape = pool.color[pick].long().flatten(), pool.shape[pick].long().flatten()
+            color_loss = F.cross_entropy(colors.float().flatten(0, 1), color)
+            shape_loss = F.cross_entropy(shapes.float().flatten(0, 1), shape)
             losses.append(torch.stack([pixel_loss, color_loss, shape_loss, drift]))
         loss = torch.stack(losses)
-        weights = torch.tensor([1.0, 0.3, 0.5, 0.25], device=DEVICE)
         trainer.step((loss * weights).sum(), rate)
         clock.note(*loss.flatten())
     print(f"codebook: {book.in_use()} of {CODES} codes in use", flush=True)
@@ -67,6 +72,36 @@ def main() -> None:
         },
         args.output,
     )
+
+
+@dataclass
+class Pool:
+    """Scenes as one grid sees them. Pictures are [N, 3, side, side] in 8 bits, labels a cell each."""
+
+    seen: torch.Tensor
+    wanted: torch.Tensor
+    color: torch.Tensor
+    shape: torch.Tensor
+
+
+def make_pools(count: int) -> dict[int, Pool]:
+    scenes = sample_scenes(count, torch.Generator().manual_seed(2))
+    pools = {}
+    for grid in PICTURES:
+        columns: list[list[torch.Tensor]] = [[], [], [], []]
+        for start in range(0, count, 256):
+            part = scenes[start : start + 256].to(DEVICE)
+            pictures = [shrink(draw(part, letters=letters), grid) for letters in (True, False)]
+            pictures = [((picture + 1) * 127.5).round().byte() for picture in pictures]
+            labels = [label.char() for label in cell_labels(part, grid)]
+            for column, values in zip(columns, pictures + labels):
+                column.append(values)
+        pools[grid] = Pool(*map(torch.cat, columns))
+    return pools
+
+
+def _signed(picture: torch.Tensor) -> torch.Tensor:
+    return picture.float() / 127.5 - 1
 
 
 def shrink(picture_NCHW: torch.Tensor, grid: int) -> torch.Tensor:
