@@ -87,6 +87,7 @@ def server_args(**attributes):
         encoder_urls=None,
         decoder_urls=None,
         max_running_samples=0,
+        guidance_trace=None,
         batching_max_size=1,
         batching_delay_ms=0,
     )

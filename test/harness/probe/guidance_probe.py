@@ -11,6 +11,8 @@ Settings in the environment:
         that go on "on rank 1" fail on that rank alone.
     PROBE_SLOW: requests whose prompt says "slow step" or "slow decode" take `SLOW_SECONDS` longer
         there.
+    PROBE_SWAP: requests whose prompt says "swapped halves" get uncond for cond and cond for
+        uncond from packed forwards.
     PROBE_BREAK_HOOK: hooks on a target that ends so cannot be applied, as if upstream had moved it.
 """
 
@@ -85,6 +87,10 @@ def register() -> None:
         )
         HookRegistry.register(
             f"{glm_image}.GlmImageDecodingStage.forward", slow_decode, HookType.BEFORE
+        )
+    if "PROBE_SWAP" in os.environ:
+        HookRegistry.register(
+            f"{stages}.denoising.DenoisingStage._predict_noise", swap_halves, HookType.AFTER
         )
     if "PROBE_SPOIL_RANK" in os.environ:
         HookRegistry.register(
@@ -176,6 +182,16 @@ def fail_in_row(stage, ctx, batch, *args, **kwargs) -> None:
 
 def fail_in_decode(stage, batch, *args, **kwargs) -> None:
     _fail(batch, "decode")
+
+
+def swap_halves(prediction, stage, *args, **kwargs):
+    import torch
+
+    from sglang.multimodal_gen.runtime.managers.forward_context import get_forward_context
+
+    if "swapped halves" not in get_forward_context().forward_batch.prompt or len(prediction) < 2:
+        return None
+    return torch.cat(prediction.chunk(2)[::-1])
 
 
 def _linger(batch, where: str) -> None:

@@ -21,7 +21,7 @@ MAX_SCALE = 100
 MAX_CURVE_TEXT = 10_000  # characters; a curve is parsed where requests are received
 BUCKET_MODES = ("constant", "linear")
 ROW_MODES = ("auto", "packed", "split")
-REQUEST_FIELDS = ("guidance_curve", "guidance_buckets", "guidance_bucket_mode")
+REQUEST_FIELDS = ("guidance_curve", "guidance_buckets", "guidance_bucket_mode", "guidance_trace")
 
 _MAX_SHOWN = 200  # characters of a wrong value that its error repeats
 
@@ -57,6 +57,7 @@ class GuidanceConfig:
         max_running_samples: ``--max-running-samples``; 0 keeps upstream's loop.
         max_rows: ``--max-rows``, DiT rows of one shared step.
         schedule_trace: ``--schedule-trace``, a file for what the step loop does when.
+        trace: ``--guidance-trace``, a folder for the traces that requests ask for.
     """
 
     buckets: int = 0
@@ -66,6 +67,7 @@ class GuidanceConfig:
     max_running_samples: int = 0
     max_rows: int = 16
     schedule_trace: str | None = None
+    trace: str | None = None
 
     def __post_init__(self):
         check_buckets(self.buckets, field="--guidance-buckets", lowest=0)
@@ -395,12 +397,14 @@ class GuidanceOptions:
         buckets: 1 to `MAX_BUCKETS`.
         bucket_mode: one of `BUCKET_MODES`.
         scale: the request's own scale, which a curve without numbers follows.
+        trace: whether each step is shown beside its branches.
     """
 
     curve: str | list[float]
     buckets: int
     bucket_mode: str
     scale: float
+    trace: bool = False
 
     def schedule(self, num_steps: int) -> GuidanceSchedule:
         """Bucket and scale of each of `num_steps` steps.
@@ -440,6 +444,7 @@ class GuidanceOptions:
             "buckets": self.buckets,
             "bucket_mode": self.bucket_mode,
             "scale": self.scale,
+            "trace": self.trace,
         }
 
 
@@ -499,4 +504,15 @@ def resolve_options(
         buckets=check_buckets(named.get("guidance_buckets", config.buckets)),
         bucket_mode=check_bucket_mode(named.get("guidance_bucket_mode", config.bucket_mode)),
         scale=scale,
+        trace=_check_trace(named.get("guidance_trace", False), config),
     )
+
+
+def _check_trace(value: Any, config: GuidanceConfig) -> bool:
+    if not isinstance(value, bool):
+        raise GuidanceError("guidance_trace", value, "true or false")
+    if value and config.trace is None:
+        raise GuidanceError(
+            "guidance_trace", value, "false: this server was started without --guidance-trace DIR"
+        )
+    return value

@@ -45,7 +45,7 @@ def form_fields(form: Any) -> dict[str, Any]:
         values = form.getlist(name) + form.getlist(f"{name}[]")
         if len(values) > 1 or f"{name}[]" in form:
             fields[name] = [_json_or_text(value) for value in values]
-        elif values and name == "guidance_buckets":
+        elif values and name in ("guidance_buckets", "guidance_trace"):
             fields[name] = _json_or_text(values[0])
         elif values:
             fields[name] = values[0]
@@ -121,7 +121,8 @@ def cli_fields(cli_args: dict[str, Any], cls: type, args: Any) -> None:
         return
     for name in REQUEST_FIELDS:
         if given.get(name) is not None:
-            cli_args[name] = given[name]
+            # there --guidance-trace names the folder, here it asks for a trace
+            cli_args[name] = True if name == "guidance_trace" else given[name]
 
 
 def keep_options(sampling_params: Any, sampling_params_orig: Any, *_args, **_kwargs) -> None:

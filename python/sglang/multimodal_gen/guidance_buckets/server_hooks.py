@@ -3,6 +3,7 @@
 
 import argparse
 import json
+import os
 from dataclasses import asdict
 from typing import Any
 
@@ -31,6 +32,7 @@ _ARGUMENTS = {
     "max_running_samples": "max_running_samples",
     "max_rows": "max_rows",
     "schedule_trace": "schedule_trace",
+    "guidance_trace": "trace",
 }
 
 
@@ -82,6 +84,12 @@ def add_flags(_parser: Any, parser: argparse.ArgumentParser) -> None:
         "--schedule-trace",
         metavar="FILE",
         help="Write what the step loop does when, in the Chrome trace format.",
+    )
+    group.add_argument(
+        "--guidance-trace",
+        metavar="DIR",
+        help="Let a request say guidance_trace: true and write into DIR what each of its steps did "
+        "beside what its cond branch and its uncond branch alone would have done.",
     )
     prior.add_arguments(parser)
 
@@ -170,6 +178,8 @@ def _with_guidance(server_args: Any, given: dict[str, Any]):
 
         require_hooks()
         check_server_args(server_args)
+        if config.trace is not None:
+            _make_folder(config.trace)
         if not config.max_running_samples:
             loop_flags = ("max_rows", "schedule_trace")
             _refuse_idle(given, loop_flags, "--max-running-samples", "1 or more")
@@ -179,6 +189,16 @@ def _with_guidance(server_args: Any, given: dict[str, Any]):
         names = tuple(name for name in _ARGUMENTS if name != "guidance_buckets")
         _refuse_idle(given, names, "--guidance-buckets", f"1 to {MAX_BUCKETS}")
     return server_args
+
+
+def _make_folder(path: str) -> None:
+    try:
+        os.makedirs(path, exist_ok=True)
+        writable = os.access(path, os.W_OK)
+    except OSError:
+        writable = False
+    if not writable:
+        raise GuidanceError("--guidance-trace", path, "a folder that can be written")
 
 
 def _refuse_idle(given: dict[str, Any], names: tuple[str, ...], needs: str, wanted: str) -> None:
@@ -211,6 +231,14 @@ def bucketize_pipeline(pipeline: Any, server_args: Any) -> None:
         )
 
         check_stepwise(stages)
+    if server_args.guidance_trace is not None:
+        from sglang.multimodal_gen.runtime.guidance.inside import (
+            TracedDenoisingMixin,
+            trace_decoding,
+        )
+
+        mixin = type(f"Traced{mixin.__name__}", (TracedDenoisingMixin, mixin), {})
+        trace_decoding(pipeline)
     for stage in stages:
         bucketize_stage(stage, mixin)
 

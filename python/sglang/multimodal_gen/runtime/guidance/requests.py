@@ -22,6 +22,7 @@ def server_guidance(server_args: Any) -> GuidanceConfig:
         curve=getattr(server_args, "guidance_curve", "constant"),
         bucket_mode=getattr(server_args, "guidance_bucket_mode", "constant"),
         rows=getattr(server_args, "guidance_rows", "auto"),
+        trace=getattr(server_args, "guidance_trace", None),
     )
 
 
@@ -66,7 +67,9 @@ def attach_options(req: Any, options: GuidanceOptions) -> None:
     """Put the options where they travel, and ask for an uncond branch where a step needs it."""
     req.extra[OPTIONS_KEY] = options.to_dict()
     schedule = options.schedule(req.num_inference_steps)
-    req.do_classifier_free_guidance = any(scale != 1 for scale in schedule.scales)
+    # a trace shows the uncond branch where the request could have one
+    shows_uncond = options.trace and req.negative_prompt is not None
+    req.do_classifier_free_guidance = shows_uncond or any(scale != 1 for scale in schedule.scales)
 
 
 def attach_plan(req: Any, server_args: Any) -> None:

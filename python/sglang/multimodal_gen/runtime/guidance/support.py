@@ -66,10 +66,24 @@ def _server_obstacles(server_args: Any) -> Iterator[str]:
     yield from _role_obstacles(server_args)
     if server_args.enable_breakable_cuda_graph:
         yield "--enable-breakable-cuda-graph (its graphs hold one forward a branch)"
+    if server_args.guidance_trace is not None:
+        yield from _trace_obstacles(server_args)
     if envs.SGLANG_CACHE_DIT_ENABLED:
         yield "SGLANG_CACHE_DIT_ENABLED (Cache-DiT counts forwards that buckets leave out)"
     if envs.SGLANG_DIFFUSION_CFG_GATE_STEP < 1:
         yield "SGLANG_DIFFUSION_CFG_GATE_STEP (use a curve instead)"
+
+
+def _trace_obstacles(server_args: Any) -> Iterator[str]:
+    """A trace needs whole predictions of both branches, and the VAE, on one rank."""
+    from sglang.multimodal_gen.runtime.disaggregation.roles import RoleType
+
+    if server_args.enable_cfg_parallel:
+        yield "--guidance-trace under --enable-cfg-parallel"
+    if (server_args.sp_degree or 1) > 1:
+        yield "--guidance-trace under sequence parallelism (--sp-degree)"
+    if server_args.disagg_role != RoleType.MONOLITHIC:
+        yield f"--guidance-trace with --disagg-role {server_args.disagg_role.value}"
 
 
 def _role_obstacles(server_args: Any) -> Iterator[str]:

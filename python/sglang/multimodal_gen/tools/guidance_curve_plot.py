@@ -1,11 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw a guidance curve with its buckets, as the server would run it. No server is needed.
+"""Draws guidance curves with their buckets, as a server would run them. Needs matplotlib."""
 
-python examples/plot_curve.py front:2:1@0.4 --steps 30 --buckets 8 -o front.png
-python examples/plot_curve.py --all -o curves.png
-"""
-
-import argparse
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -16,14 +11,12 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from sglang.multimodal_gen.configs.guidance import (
-    BUCKET_MODES,
-    GuidanceError,
-    GuidanceOptions,
-    branches_of,
-    check_buckets,
-    parse_curve,
-)
+if __package__:
+    from sglang.multimodal_gen.configs.guidance import branches_of, parse_curve
+    from sglang.multimodal_gen.tools.guidance_curve import describe, forwards_text, step_scales
+else:  # beside guidance_curve.py run by its path
+    from guidance import branches_of, parse_curve
+    from guidance_curve import describe, forwards_text, step_scales
 
 GALLERY = (
     "constant:1.5",
@@ -37,37 +30,6 @@ GALLERY = (
 
 BUCKET, EXACT, UNGUIDED, FRAME = "#1f6fb4", "#d1495b", "#e4e6ea", "#6b7280"
 FINE = 600  # points of the exact curve
-
-
-def describe(
-    curve: str | list[float],
-    *,
-    steps: int,
-    buckets: int,
-    mode: str = "constant",
-    scale: float = 1.5,
-) -> dict[str, Any]:
-    """The ``guidance`` object that a server would answer with."""
-    options = GuidanceOptions(
-        curve=parse_curve(curve).spec, buckets=buckets, bucket_mode=mode, scale=scale
-    )
-    schedule = options.schedule(steps)
-    return {
-        "curve": options.curve,
-        "buckets": [run.to_dict() for run in schedule.bucket_runs()],
-        "forwards": schedule.forwards,
-    }
-
-
-def step_scales(guidance: dict[str, Any]) -> list[float]:
-    """The scale of each step; inside a run that moves they lie on a straight line."""
-    scales = []
-    for run in guidance["buckets"]:
-        first, last = run["steps"]
-        start, end = run["scale"] if isinstance(run["scale"], list) else [run["scale"]] * 2
-        slope = (end - start) / max(1, last - first)
-        scales += [start + slope * i for i in range(last - first + 1)]
-    return scales
 
 
 def plot_curve(axes: Axes, guidance: dict[str, Any], *, scale: float = 1.5) -> None:
@@ -108,7 +70,7 @@ def plot_curve(axes: Axes, guidance: dict[str, Any], *, scale: float = 1.5) -> N
     axes.text(
         0,
         1.035,
-        _forwards(guidance["forwards"]),
+        forwards_text(guidance["forwards"]),
         transform=axes.transAxes,
         fontsize=9.5,
         color=FRAME,
@@ -128,6 +90,7 @@ def legend_handles() -> list[Any]:
 
 def save_curve(guidance: dict[str, Any], path: Path, *, scale: float = 1.5) -> None:
     """One curve in a picture of its own."""
+    plt.switch_backend("agg")
     figure, axes = plt.subplots(figsize=(8, 4.6))
     plot_curve(axes, guidance, scale=scale)
     axes.set_xlabel("denoising step", color=FRAME)
@@ -141,6 +104,7 @@ def save_curve(guidance: dict[str, Any], path: Path, *, scale: float = 1.5) -> N
 
 def save_gallery(path: Path, *, steps: int, buckets: int, mode: str) -> None:
     """Every shape side by side, on one scale axis."""
+    plt.switch_backend("agg")
     figure, grid = plt.subplots(2, 4, figsize=(13, 6), sharey=True)
     cells = list(grid.flat)
     for axes, curve in zip(cells, GALLERY):
@@ -184,45 +148,7 @@ def _short(curve: str | list[float]) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _forwards(forwards: dict[str, int]) -> str:
-    cond, uncond = forwards["cond"], forwards["uncond"]
-    return f"{cond + uncond} forwards: {cond} cond + {uncond} uncond"
-
-
 def _save(figure: plt.Figure, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110, facecolor="white")
     plt.close(figure)
-
-
-def main() -> None:
-    plt.switch_backend("agg")
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("curve", nargs="?", metavar="CURVE", help="such as front:2:1@0.4, or a list")
-    what.add_argument("--all", action="store_true", help="one of each shape")
-    parser.add_argument("--steps", type=int, default=30, metavar="N")
-    parser.add_argument("--buckets", type=int, default=8, metavar="N")
-    parser.add_argument("--mode", choices=BUCKET_MODES, default="constant")
-    parser.add_argument(
-        "--scale", type=float, default=1.5, help="the request's, for a curve without numbers"
-    )
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="PNG")
-    args = parser.parse_args()
-    try:
-        check_buckets(args.buckets, field="--buckets")
-        if args.all:
-            save_gallery(args.output, steps=args.steps, buckets=args.buckets, mode=args.mode)
-        else:
-            guidance = describe(
-                args.curve, steps=args.steps, buckets=args.buckets, mode=args.mode, scale=args.scale
-            )
-            save_curve(guidance, args.output, scale=args.scale)
-            print(_forwards(guidance["forwards"]))
-    except GuidanceError as error:
-        parser.error(str(error))
-    print(args.output)
-
-
-if __name__ == "__main__":
-    main()

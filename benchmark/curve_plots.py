@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plots of benchmark/eval_guidance.py's settings.csv. Bars and bands are 95% intervals.
+
+    python benchmark/curve_plots.py outputs/curves
+"""
+
+import csv
+import sys
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+NAMES = {
+    "all_right": "everything right",
+    "scene": "objects right",
+    "word": "word readable",
+    "frechet": "Fréchet distance (lower is better)",
+    "saturation": "chroma, drawn pictures = 1",
+    "drift": "RMS change from one bucket a step, of 255",
+}
+BLUE, RED, GREEN, GRAY, FRAME = "#1f6fb4", "#d1495b", "#3a8f5c", "#9aa1ad", "#6b7280"
+
+
+class Row(dict):
+    """A line of the table; numbers as numbers."""
+
+    def number(self, name: str) -> float:
+        return float(self[name])
+
+    def error(self, name: str) -> list[list[float]]:
+        value, low, high = (self.number(name + end) for end in ("", "_low", "_high"))
+        return [[max(0.0, value - low)], [max(0.0, high - value)]]
+
+
+def draw_plots(folder: Path) -> None:
+    with (folder / "settings.csv").open() as file:
+        rows = [Row(line) for line in csv.DictReader(file)]
+    plt.switch_backend("agg")
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row["group"], []).append(row)
+    plots = {
+        "constant": lambda: draw_constant(groups["constant"]),
+        "matched_mean": lambda: draw_matched_mean(groups["matched mean"], _base(groups)),
+        "intervals": lambda: draw_intervals(groups),
+        "buckets": lambda: draw_buckets(groups),
+    }
+    for name, draw in plots.items():
+        try:
+            figure = draw()
+        except KeyError as missing:  # an --only run
+            print(f"no plot {name}: the table has no group {missing}")
+            continue
+        figure.savefig(folder / f"{name}.png", dpi=110, facecolor="white")
+        plt.close(figure)
+        print(folder / f"{name}.png")
+
+
+def _base(groups: dict[str, list[Row]]) -> Row:
+    """Constant guidance at the scale that all the others are built around."""
+    mean = groups["matched mean"][0].number("mean_scale")
+    return min(groups["constant"], key=lambda row: abs(row.number("mean_scale") - mean))
+
+
+def draw_constant(rows: list[Row]):
+    figure, (shares, distance, color) = plt.subplots(1, 3, figsize=(13, 3.8))
+    x = [row.number("mean_scale") for row in rows]
+    for name, ink in (("all_right", BLUE), ("scene", GREEN), ("word", RED)):
+        _line(shares, x, rows, name, ink)
+    _line(distance, x, rows, "frechet", BLUE)
+    _line(color, x, rows, "saturation", BLUE)
+    shares.set(ylabel="share of pictures")
+    shares.legend(frameon=False, fontsize=9)
+    distance.set(ylabel=NAMES["frechet"])
+    color.set(ylabel=NAMES["saturation"])
+    for axes in (shares, distance, color):
+        axes.set(xlabel="constant scale", xscale="log")
+        axes.set_xticks(x, [f"{value:g}" for value in x], fontsize=8)
+        axes.minorticks_off()
+        _clean(axes)
+    figure.tight_layout()
+    return figure
+
+
+def draw_matched_mean(rows: list[Row], base: Row):
+    """One line a curve, the constant's interval behind."""
+    rows = sorted(rows, key=lambda row: row.number("frechet"))
+    figure, panels = plt.subplots(1, 3, figsize=(13, 0.24 * len(rows) + 1.4), sharey=True)
+    places = range(len(rows))
+    for axes, name in zip(panels, ("all_right", "frechet", "saturation")):
+        axes.axvspan(
+            base.number(f"{name}_low"), base.number(f"{name}_high"), color=GRAY, alpha=0.35, lw=0
+        )
+        for place, row in zip(places, rows):
+            axes.errorbar(
+                row.number(name), place, xerr=row.error(name), fmt="o", ms=4, color=BLUE, lw=1.2
+            )
+        axes.set(xlabel=NAMES[name])
+        axes.grid(axis="y", color="#eceef1")
+        _clean(axes)
+    panels[0].set_yticks(list(places), [row["label"] for row in rows], fontsize=8.5)
+    panels[0].invert_yaxis()
+    figure.suptitle(
+        f"same mean scale {base.number('mean_scale'):g}; grey: constant", fontsize=10, x=0.5
+    )
+    figure.tight_layout()
+    return figure
+
+
+def draw_intervals(groups: dict[str, list[Row]]):
+    figure, panels = plt.subplots(1, 2, figsize=(12, 4.6))
+    kinds = (("interval 1x", BLUE), ("interval 1.5x", GREEN), ("fewer steps", RED))
+    for axes, name in zip(panels, ("all_right", "frechet")):
+        base = _base(groups)
+        axes.axhspan(
+            base.number(f"{name}_low"), base.number(f"{name}_high"), color=GRAY, alpha=0.3, lw=0
+        )
+        for group, ink in kinds:
+            for index, row in enumerate(groups[group]):
+                x, y = row.number("forwards"), row.number(name)
+                label = {"fewer steps": "plain CFG in fewer steps"}.get(group, group)
+                axes.errorbar(
+                    x,
+                    y,
+                    yerr=row.error(name),
+                    fmt="s" if group == "fewer steps" else "o",
+                    ms=4,
+                    color=ink,
+                    lw=1,
+                    label=label if index == 0 else None,
+                )
+                if group != "fewer steps":
+                    axes.annotate(row["label"], (x, y), (3, 2), textcoords="offset points",
+                                  fontsize=6.5, color=FRAME)
+        axes.set(xlabel="forwards an image", ylabel=NAMES[name])
+        _clean(axes)
+    panels[0].legend(frameon=False, fontsize=9, loc="lower right")
+    panels[1].set_yscale("log")
+    figure.tight_layout()
+    return figure
+
+
+def draw_buckets(groups: dict[str, list[Row]]):
+    chosen = {name: rows for name, rows in groups.items() if name.startswith("buckets ")}
+    if not chosen:
+        raise KeyError("buckets")
+    figure, panels = plt.subplots(1, 3, figsize=(13, 4))
+    for (group, rows), ink in zip(chosen.items(), (BLUE, RED, GREEN, "#8a5fb0")):
+        rows = [row for row in rows if row["mode"] == "constant"]
+        rows.sort(key=lambda row: int(row["label"]))
+        x = list(range(len(rows)))
+        for axes, name in zip(panels, ("all_right", "frechet", "drift")):
+            kept = [(place, row) for place, row in zip(x, rows) if row[name]]
+            _line(
+                axes, [p for p, _ in kept], [r for _, r in kept], name, ink,
+                label=group.removeprefix("buckets "),
+            )
+            axes.set(xlabel="buckets (the last: one a step)", ylabel=NAMES[name])
+            axes.set_xticks(x, [row["label"] for row in rows])
+            _clean(axes)
+    panels[0].legend(frameon=False, fontsize=9)
+    figure.tight_layout()
+    return figure
+
+
+def _line(axes: Axes, x, rows: list[Row], name: str, ink: str, label: str | None = None) -> None:
+    axes.plot(x, [r.number(name) for r in rows], color=ink, marker="o", ms=3.5, lw=1.4,
+              label=label or NAMES[name])
+    low, high = ([r.number(name + end) for r in rows] for end in ("_low", "_high"))
+    axes.fill_between(x, low, high, color=ink, alpha=0.18, lw=0)
+
+
+def _clean(axes: Axes) -> None:
+    axes.tick_params(colors=FRAME, labelsize=8.5)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+if __name__ == "__main__":
+    draw_plots(Path(sys.argv[1]))

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains the AR model to write prior tokens: a caption in, the preview's and the picture's out."""
+
+import argparse
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from draw import draw
+from parts import (
+    GRID,
+    IMAGE_START,
+    PREVIEW_GRID,
+    image_token,
+    make_ar_model,
+    make_processor,
+    make_tokenizer,
+)
+from scenes import captions, sample_scenes
+from train_codebook import encode
+from training import DEVICE, Clock, Trainer, autocast
+
+PREVIEW, PICTURE = PREVIEW_GRID**2, GRID**2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("codebook", type=Path)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--seconds", type=float, default=300)
+    parser.add_argument("--scenes", type=int, default=300_000)
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--peak", type=float, default=1.5e-3)
+    parser.add_argument("--seed", type=int, default=3)
+    parser.add_argument("--resume", type=Path, metavar="DIR")
+    args = parser.parse_args()
+    torch.manual_seed(args.seed)
+    torch.set_float32_matmul_precision("high")
+
+    tokenizer = make_tokenizer()
+    model = load_or_make(args.resume, tokenizer, args.codebook).to(DEVICE)
+    text, codes = make_data(model.model, tokenizer, args.scenes, args.seed)
+    language, head = model.model.language_model, model.lm_head
+    trainer = Trainer([language, head], peak=args.peak)
+    compile_layers(language, head, tokenizer.pad_token_id, text, codes)
+    clock = Clock("ar", args.seconds)
+    for rate in clock:
+        pick = torch.randint(len(text), (args.batch,), device=DEVICE)
+        loss = code_loss(language, head, tokenizer.pad_token_id, text[pick], codes[pick].long())
+        trainer.step(loss.mean(), rate)
+        clock.note(loss[:, :PREVIEW].mean(), loss[:, PREVIEW:].mean())
+    trainer.use_average()
+    torch.save(model.state_dict(), args.output)
+
+
+def compile_layers(language, head, pad: int, text, codes) -> None:
+    """Compiled layers where that works."""
+    if DEVICE.type != "cuda":
+        return
+    for layer in language.layers:
+        layer.compile()
+    try:
+        code_loss(language, head, pad, text[:256], codes[:256].long()).mean().backward()
+    except Exception as error:  # no C compiler, no Triton
+        print(f"ar: not compiled: {type(error).__name__}: {str(error)[:300]}", flush=True)
+        for layer in language.layers:
+            layer._compiled_call_impl = None
+
+
+def load_or_make(resume: Path | None, tokenizer, codebook: Path):
+    model = make_ar_model(tokenizer)
+    if resume:
+        model.load_state_dict(type(model).from_pretrained(resume).state_dict())
+        return model
+    trained = torch.load(codebook, map_location="cpu")
+    model.model.visual.load_state_dict(trained["visual"])
+    model.model.vqmodel.load_state_dict(trained["vqmodel"])
+    # small at first, as language models start
+    for parameter in [*model.model.language_model.parameters(), model.lm_head.weight]:
+        if parameter.dim() >= 2:
+            torch.nn.init.normal_(parameter, std=0.04)
+    return model
+
+
+def make_data(model, tokenizer, count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids of the prompts, padded on the left, and the codes after them; on the device."""
+    generator = torch.Generator().manual_seed(seed)
+    scenes = sample_scenes(count, generator)
+    processor = make_processor(tokenizer)
+    rows = tokenizer.backend_tokenizer.encode_batch(
+        [prompt_text(processor, caption) for caption in captions(scenes)], add_special_tokens=False
+    )
+    longest = max(len(row.ids) for row in rows)
+    pad = tokenizer.pad_token_id
+    text = torch.tensor([[pad] * (longest - len(row.ids)) + row.ids for row in rows])
+    codes = []
+    for start in range(0, count, 256):
+        picture = draw(scenes[start : start + 256].to(DEVICE))
+        with autocast():
+            both = [encode(model, picture, grid) for grid in (PREVIEW_GRID, GRID)]
+        codes.append(torch.cat(both, dim=1).short())
+    print(f"ar: {count} scenes, prompts of up to {longest} tokens", flush=True)
+    return text.to(DEVICE), torch.cat(codes)
+
+
+def prompt_text(processor, caption: str) -> str:
+    """What GlmImageProcessor makes of a caption, as text."""
+    return (
+        f"[gMASK]<sop><|user|>\n{caption}<sop>{GRID} {GRID}<eop>"
+        f"<sop>{PREVIEW_GRID} {PREVIEW_GRID}<eop>{image_token(IMAGE_START)}"
+    )
+
+
+def code_loss(language, head, pad: int, text: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """[N, tokens] cross entropy of each code after the prompt and the codes before it."""
+    shown = text != pad
+    tokens = torch.cat([text, codes[:, :-1]], dim=1)
+    mask = torch.cat([shown, torch.ones_like(codes[:, :-1], dtype=torch.bool)], dim=1)
+    with autocast():
+        hidden = language(
+            inputs_embeds=language.embed_tokens(tokens),
+            attention_mask=mask,
+            position_ids=positions(shown)[:, :, : tokens.shape[1]],
+            use_cache=False,
+        ).last_hidden_state
+        logits = head(hidden[:, text.shape[1] - 1 :])
+    loss = F.cross_entropy(logits.float().flatten(0, 1), codes.flatten(), reduction="none")
+    return loss.view_as(codes)
+
+
+def positions(shown: torch.Tensor) -> torch.Tensor:
+    """[3, N, tokens] as GlmImageModel counts them: text in a line, codes in their grids."""
+    line = (shown.long().cumsum(1) - 1).masked_fill(~shown, 1)
+    length = shown.sum(1)[:, None]
+    parts = [line[None].expand(3, -1, -1)]
+    base = length
+    for grid in (PREVIEW_GRID, GRID):
+        cell = torch.arange(grid, device=shown.device)
+        down, across = cell.repeat_interleave(grid)[None], cell.repeat(grid)[None]
+        parts.append(torch.stack([(base + 0 * down), base + down, base + across]))
+        base = base + grid
+    return torch.cat(parts, dim=2)
+
+if __name__ == "__main__":
+    main()

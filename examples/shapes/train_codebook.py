@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains the vision encoder and the codebook whose codes are the prior tokens.
+
+A throw-away decoder must tell from the codes what the picture looks like, with a bar in place of
+the word, and, cell by cell, which colour and which shape of object covers it. So codes know where a
+word stands but not how it is spelt: that is the glyph encoder's part. Codes follow their vectors
+by moving averages; codes that nobody uses are moved to where vectors are.
+"""
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from draw import draw, object_covers
+from parts import CODES, GRID, PREVIEW_GRID, VISION_PATCH, make_ar_model, make_tokenizer
+from scenes import COLORS, SHAPES, Scenes, sample_scenes
+from torch import nn
+from training import DEVICE, Clock, Trainer, autocast
+
+UNQUANTIZED_STEPS = 500  # before the codebook starts, so that it starts from good vectors
+PICTURES = {GRID: 512, PREVIEW_GRID: 96}  # a step
+WEIGHTS = (1.0, 1.0, 1.0, 0.25)  # of pixels, colours, shapes and the way to the nearest code
+LEAST_COVER = 0.04  # of a cell, for an object to count as being there
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--seconds", type=float, default=80)
+    parser.add_argument("--scenes", type=int, default=30_000)
+    parser.add_argument("--divide", type=int, default=1, help="pictures a step by this")
+    args = parser.parse_args()
+    torch.manual_seed(2)
+    torch.set_float32_matmul_precision("high")
+    model = make_ar_model(make_tokenizer()).model.to(DEVICE)
+    vision, quant_conv = model.visual, model.vqmodel.quant_conv
+    decoder = CodeDecoder(model.vqmodel.quantize.embedding.weight.shape[1]).to(DEVICE)
+    book = Codebook(model.vqmodel.quantize.embedding.weight.data)
+    pools = make_pools(args.scenes)
+    trainer = Trainer([vision, quant_conv, decoder], peak=1.5e-3)
+    weights = torch.tensor(WEIGHTS, device=DEVICE)
+    clock = Clock("codebook", args.seconds)
+    for rate in clock:
+        losses = []
+        for grid, count in PICTURES.items():
+            pool = pools[grid]
+            pick = torch.randint(args.scenes, (count // args.divide,), device=DEVICE)
+            with autocast():
+                vector = vectors(vision, quant_conv, _signed(pool.seen[pick]), grid)
+            quantized, drift = book.quantize(vector, learn=clock.step >= UNQUANTIZED_STEPS)
+            with autocast():
+                pixels, colors, shapes = decoder(quantized, grid)
+            wanted = F.unfold(_signed(pool.wanted[pick]), VISION_PATCH, stride=VISION_PATCH)
+            wanted = wanted.transpose(1, 2)
+            error = pixels.float() - wanted
+            pixel_loss = error.abs().mean() + 2 * error.square().mean()
+            color, shape = pool.color[pick].long().flatten(), pool.shape[pick].long().flatten()
+            color_loss = F.cross_entropy(colors.float().flatten(0, 1), color)
+            shape_loss = F.cross_entropy(shapes.float().flatten(0, 1), shape)
+            losses.append(torch.stack([pixel_loss, color_loss, shape_loss, drift]))
+        loss = torch.stack(losses)
+        trainer.step((loss * weights).sum(), rate)
+        clock.note(*loss.flatten())
+    print(f"codebook: {book.in_use()} of {CODES} codes in use", flush=True)
+    # the live weights, not averaged ones: the codebook has followed them
+    torch.save(
+        {
+            "visual": vision.state_dict(),
+            "vqmodel": model.vqmodel.state_dict(),
+        },
+        args.output,
+    )
+
+
+@dataclass
+class Pool:
+    """Scenes as one grid sees them. Pictures are [N, 3, side, side] in 8 bits, labels a cell each."""
+
+    seen: torch.Tensor
+    wanted: torch.Tensor
+    color: torch.Tensor
+    shape: torch.Tensor
+
+
+def make_pools(count: int) -> dict[int, Pool]:
+    scenes = sample_scenes(count, torch.Generator().manual_seed(2))
+    pools = {}
+    for grid in PICTURES:
+        columns: list[list[torch.Tensor]] = [[], [], [], []]
+        for start in range(0, count, 256):
+            part = scenes[start : start + 256].to(DEVICE)
+            pictures = [shrink(draw(part, letters=letters), grid) for letters in (True, False)]
+            pictures = [((picture + 1) * 127.5).round().byte() for picture in pictures]
+            labels = [label.char() for label in cell_labels(part, grid)]
+            for column, values in zip(columns, pictures + labels):
+                column.append(values)
+        pools[grid] = Pool(*map(torch.cat, columns))
+    return pools
+
+
+def _signed(picture: torch.Tensor) -> torch.Tensor:
+    return picture.float() / 127.5 - 1
+
+
+def shrink(picture_NCHW: torch.Tensor, grid: int) -> torch.Tensor:
+    """The picture as the vision encoder sees it for `grid` tokens a side: in -1..1."""
+    side = grid * VISION_PATCH
+    small = F.interpolate(picture_NCHW, (side, side), mode="bicubic", antialias=True)
+    return small.clamp(0, 1) * 2 - 1
+
+
+def vectors(vision, quant_conv, picture_NCHW: torch.Tensor, grid: int) -> torch.Tensor:
+    """[N, grid * grid, embed_dim] of unit length: the encoder's own layers, many pictures at once.
+
+    GlmImageVisionModel's forward takes pictures of mixed sizes and loops over them.
+    """
+    hidden = vision.patch_embed.proj(picture_NCHW)
+    places = vision.embeddings.position_embedding.weight
+    side = round(places.shape[0] ** 0.5)
+    place = places.T.reshape(1, -1, side, side)
+    hidden = hidden + F.interpolate(place, (grid, grid), mode="bilinear", align_corners=False)
+    hidden = hidden.flatten(2).transpose(1, 2)
+    for block in vision.blocks:
+        attn = block.attn
+        qkv = attn.qkv(block.norm1(hidden)).unflatten(2, (3, attn.num_heads, -1))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        hidden = hidden + attn.proj(mixed)
+        hidden = hidden + block.mlp(block.norm2(hidden))
+    vector = F.linear(hidden, quant_conv.weight[:, :, 0, 0], quant_conv.bias)
+    return F.normalize(vector.float(), dim=2)
+
+
+def nearest_codes(vector: torch.Tensor, code_vectors: torch.Tensor) -> torch.Tensor:
+    return (vector @ F.normalize(code_vectors, dim=1).T).argmax(-1)
+
+
+@torch.no_grad()
+def encode(model, picture_NCHW: torch.Tensor, grid: int) -> torch.Tensor:
+    """The prior tokens of pictures in 0..1: [N, grid * grid]. `model`: a GlmImageModel."""
+    vector = vectors(model.visual, model.vqmodel.quant_conv, shrink(picture_NCHW, grid), grid)
+    return nearest_codes(vector, model.vqmodel.quantize.embedding.weight)
+
+
+class Codebook:
+    """Unit vectors that follow the vectors quantized to them."""
+
+    def __init__(self, code_vectors: torch.Tensor, keep: float = 0.99):
+        self.code_vectors, self.keep = code_vectors, keep
+        self.uses: torch.Tensor | None = None
+        self.steps = 0
+
+    def quantize(self, vector: torch.Tensor, *, learn: bool):
+        """The nearest code's vector in each vector's place, straight through, and the distance."""
+        if not learn:
+            return vector, vector.new_zeros(())
+        flat = vector.detach().flatten(0, 1)
+        if self.uses is None:
+            pick = torch.randint(len(flat), (CODES,), device=flat.device)
+            self.code_vectors.copy_(flat[pick])
+            self.uses = torch.ones(CODES, device=flat.device)
+            self.sums = self.code_vectors.clone()
+        code = nearest_codes(flat, self.code_vectors)
+        chosen = self.code_vectors[code].view_as(vector)
+        drift = (vector - chosen).square().sum(-1).mean()
+        uses = torch.bincount(code, minlength=CODES).float()
+        sums = torch.zeros_like(self.sums).index_add_(0, code, flat)
+        self.uses.lerp_(uses, 1 - self.keep)
+        self.sums.lerp_(sums, 1 - self.keep)
+        self.steps += 1
+        if self.steps % 50 == 0:
+            self._revive(flat)
+        self.code_vectors.copy_(F.normalize(self.sums, dim=1))
+        return vector + (chosen - vector).detach(), drift
+
+    def _revive(self, flat: torch.Tensor) -> None:
+        dead = self.uses < 0.5
+        pick = flat[torch.randint(len(flat), (CODES,), device=flat.device)]
+        self.sums = torch.where(dead[:, None], pick, self.sums)
+        self.uses = torch.where(dead, 1.0, self.uses)
+
+    def in_use(self) -> int:
+        return 0 if self.uses is None else int((self.uses >= 0.5).sum())
+
+
+class CodeDecoder(nn.Module):
+    def __init__(self, code_width: int, width: int = 128):
+        super().__init__()
+        self.enter = nn.Linear(code_width, width)
+        self.place = nn.Parameter(torch.randn(1, width, PREVIEW_GRID, PREVIEW_GRID) * 0.02)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                width, 4, 2 * width, 0.0, "gelu", batch_first=True, norm_first=True
+            )
+            for _ in range(3)
+        )
+        self.pixels = nn.Linear(width, 3 * VISION_PATCH**2)
+        self.colors = nn.Linear(width, 1 + len(COLORS))
+        self.shapes = nn.Linear(width, 1 + len(SHAPES))
+
+    def forward(self, code_vector: torch.Tensor, grid: int):
+        place = F.interpolate(self.place, (grid, grid), mode="bilinear", align_corners=False)
+        hidden = self.enter(code_vector) + place.flatten(2).transpose(1, 2)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.pixels(hidden), self.colors(hidden), self.shapes(hidden)
+
+
+def cell_labels(scenes: Scenes, grid: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Colour and shape of the object that covers most of each cell, from 1; 0 where none does."""
+    covers = torch.stack(object_covers(scenes), dim=1)
+    cover, which = F.adaptive_avg_pool2d(covers, grid).flatten(2).max(1)
+    there = cover > LEAST_COVER
+    color = torch.where(there, scenes.color.gather(1, which) + 1, 0)
+    return color, torch.where(there, scenes.shape.gather(1, which) + 1, 0)
+
+
+if __name__ == "__main__":
+    main()

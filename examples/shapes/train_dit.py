@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains the DiT and its glyph encoder: flow matching on the VAE's latents.
+
+In one picture out of eight both branches' worth of conditioning is dropped, prior tokens and word
+alike, which is what GLM-Image's uncond branch is at inference.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from draw import draw
+from masked_dit import MaskedDit, embed_glyphs, glyph_ids
+from parts import GRID, make_dit, make_glyph_encoder, make_tokenizer
+from scenes import sample_scenes, words
+from train_ar import load_or_make
+from train_codebook import encode
+from training import DEVICE, Clock, Trainer, autocast
+
+DROP = 0.125
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("vae", type=Path)
+    parser.add_argument("codebook", type=Path)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--seconds", type=float, default=300)
+    parser.add_argument("--scenes", type=int, default=400_000)
+    parser.add_argument("--batch", type=int, default=512)
+    parser.add_argument("--peak", type=float, default=1.5e-3)
+    parser.add_argument("--seed", type=int, default=4)
+    parser.add_argument("--resume", type=Path, metavar="DIR")
+    args = parser.parse_args()
+    torch.manual_seed(args.seed)
+    torch.set_float32_matmul_precision("high")
+
+    data = make_data(args)
+    dit, glyph_encoder = make_dit(), make_glyph_encoder()
+    start_at_zero(dit)
+    if args.resume:
+        for model, name in ((dit, "transformer"), (glyph_encoder, "text_encoder")):
+            model.load_state_dict(type(model).from_pretrained(args.resume / name).state_dict())
+    dit.to(DEVICE), glyph_encoder.to(DEVICE)
+    forward = compiled_dit(dit, glyph_encoder, data, args.batch)
+    trainer = Trainer([dit, glyph_encoder], peak=args.peak)
+    clock = Clock("dit", args.seconds)
+    for rate in clock:
+        loss = flow_loss(forward, glyph_encoder, data, args.batch)
+        trainer.step(loss, rate)
+        clock.note(loss)
+    trainer.use_average()
+    torch.save({"dit": dit.state_dict(), "glyph": glyph_encoder.state_dict()}, args.output)
+
+
+def flow_loss(forward, glyph_encoder, data, batch: int) -> torch.Tensor:
+    """The mean squared error of the velocity, noise - latent, over a random batch."""
+    pick = torch.randint(len(data["latent"]), (batch,), device=DEVICE)
+    latent_NCHW = data["latent"][pick].float()
+    drop = torch.rand(batch, device=DEVICE) < DROP
+    ids, num_glyphs = data["ids"][pick].clone(), data["num_glyphs"][pick]
+    ids[:, 0] = torch.where(drop, 1, ids[:, 0])  # the empty word: an end token alone
+    num_glyphs = torch.where(drop, 1, num_glyphs)
+    sigma = sample_sigma(batch)
+    noise = torch.randn_like(latent_NCHW)
+    noisy = torch.lerp(latent_NCHW, noise, sigma[:, None, None, None])
+    with autocast():
+        glyph = embed_glyphs(glyph_encoder, ids, num_glyphs)
+        codes = data["codes"][pick].long()
+        velocity = forward(noisy, glyph, num_glyphs, codes, drop, sigma * 1000 - 1)
+    return F.mse_loss(velocity.float(), noise - latent_NCHW)
+
+
+def compiled_dit(dit, glyph_encoder, data, batch: int) -> MaskedDit:
+    """With compiled blocks where that works: about twice as fast."""
+    if DEVICE.type == "cuda":
+        try:
+            forward = MaskedDit(dit, torch.compile)
+            flow_loss(forward, glyph_encoder, data, batch).backward()
+            return forward
+        except Exception as error:  # no C compiler, no Triton
+            print(f"dit: not compiled: {type(error).__name__}: {str(error)[:300]}", flush=True)
+    return MaskedDit(dit)
+
+
+def sample_sigma(count: int) -> torch.Tensor:
+    """Three quarters logit-normal, the rest even."""
+    even = torch.rand(count, device=DEVICE)
+    middle = torch.sigmoid(torch.randn(count, device=DEVICE))
+    return torch.where(torch.rand(count, device=DEVICE) < 0.25, even, middle)
+
+
+def start_at_zero(dit) -> None:
+    """Every block starts as the identity and the model at a velocity of zero."""
+    layers = [block.norm1.linear for block in dit.transformer_blocks]
+    for layer in [*layers, dit.norm_out.linear, dit.proj_out]:
+        torch.nn.init.zeros_(layer.weight)
+        torch.nn.init.zeros_(layer.bias)
+
+
+@torch.no_grad()
+def make_data(args) -> dict[str, torch.Tensor]:
+    """Latents, prior tokens and words of `args.scenes` scenes, on the device."""
+    from diffusers import AutoencoderKL
+
+    vae = AutoencoderKL.from_pretrained(args.vae).to(DEVICE, memory_format=torch.channels_last)
+    mean, deviation = (
+        torch.tensor(values, device=DEVICE)[None, :, None, None]
+        for values in (vae.config.latents_mean, vae.config.latents_std)
+    )
+    model = load_or_make(None, make_tokenizer(), args.codebook).model.to(DEVICE)
+    scenes = sample_scenes(args.scenes, torch.Generator().manual_seed(args.seed))
+    latents, codes = [], []
+    for start in range(0, args.scenes, 256):
+        picture = draw(scenes[start : start + 256].to(DEVICE))
+        with autocast():
+            codes.append(encode(model, picture, GRID).short())
+            moments = vae.encode((picture * 2 - 1).contiguous(memory_format=torch.channels_last))
+        latents.append(((moments.latent_dist.mode().float() - mean) / deviation).half())
+    ids, num_glyphs = glyph_ids(words(scenes))
+    print(f"dit: {args.scenes} scenes ready", flush=True)
+    return {
+        "latent": torch.cat(latents).contiguous(),
+        "codes": torch.cat(codes),
+        "ids": ids.to(DEVICE),
+        "num_glyphs": num_glyphs.to(DEVICE),
+    }
+
+
+if __name__ == "__main__":
+    main()
