@@ -10,8 +10,8 @@ GRAPH_MODES = ("auto", "full", "breakable", "off")
 DEFAULT_ROWS = (1, 2, 4, 8, 16)
 DEFAULT_TEXT_LENGTHS = (64, 256)
 
-# Row buckets that nobody named stop here: at 1024x1024 (4096 image tokens a row) that is 4 rows. More
-# rows are limited by arithmetic, where a graph saves nothing.
+# Row buckets that nobody named stop here: at 1024x1024 (4096 image tokens a row) that is 4 rows.
+# More rows are limited by arithmetic, where a graph saves nothing.
 DEFAULT_MAX_IMAGE_TOKENS = 16_384
 
 

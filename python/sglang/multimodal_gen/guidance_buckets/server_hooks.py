@@ -18,6 +18,11 @@ from sglang.multimodal_gen.configs.guidance import (
     guidance_is_on,
     parse_curve,
 )
+from sglang.multimodal_gen.guidance_buckets.graph_flags import (
+    GRAPH_ARGUMENTS,
+    add_graph_flags,
+    graph_config,
+)
 from sglang.multimodal_gen.guidance_buckets.wiring import require_hooks
 
 # argument name -> attribute of GuidanceConfig
@@ -81,6 +86,7 @@ def add_flags(_parser: Any, parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="Write what the step loop does when, in the Chrome trace format.",
     )
+    add_graph_flags(group)
 
 
 def _bucket_count(text: str) -> int:
@@ -121,8 +127,9 @@ def from_kwargs(original, cls, **kwargs: Any):
 
 def _split(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Our arguments, those that were given, and everything else."""
-    given = {name: kwargs[name] for name in _ARGUMENTS if kwargs.get(name) is not None}
-    return given, {name: value for name, value in kwargs.items() if name not in _ARGUMENTS}
+    ours = _ARGUMENTS | GRAPH_ARGUMENTS
+    given = {name: kwargs[name] for name in ours if kwargs.get(name) is not None}
+    return given, {name: value for name, value in kwargs.items() if name not in ours}
 
 
 def guidance_arguments(server_args: Any) -> dict[str, Any]:
@@ -139,7 +146,10 @@ def _with_guidance(server_args: Any, given: dict[str, Any]):
     if given.get("guidance_buckets") and "max_running_samples" not in given:
         merges = server_args.batching_max_size > 1 or server_args.batching_delay_ms > 0
         given["max_running_samples"] = 0 if merges else DEFAULT_RUNNING_SAMPLES
-    config = GuidanceConfig(**{_ARGUMENTS[name]: value for name, value in given.items()})
+    config = GuidanceConfig(
+        **{_ARGUMENTS[name]: value for name, value in given.items() if name in _ARGUMENTS}
+    )
+    server_args.bucket_graphs = graph_config(given)
     for name, value in zip(_ARGUMENTS, asdict(config).values()):
         setattr(server_args, name, value)
     if config.buckets:
@@ -147,13 +157,17 @@ def _with_guidance(server_args: Any, given: dict[str, Any]):
 
         require_hooks()
         check_server_args(server_args)
+        if server_args.bucket_graphs.mode in ("full", "breakable"):
+            from sglang.multimodal_gen.runtime.bucket_cuda_graph.build import check_settings
+
+            check_settings(server_args)
         if not config.max_running_samples:
             loop_flags = ("max_rows", "schedule_trace")
             _refuse_idle(given, loop_flags, "--max-running-samples", "1 or more")
         else:
             server_args.async_output_save = True  # saving must not stall the others
     else:
-        names = tuple(name for name in _ARGUMENTS if name != "guidance_buckets")
+        names = tuple(name for name in given if name != "guidance_buckets")
         _refuse_idle(given, names, "--guidance-buckets", f"1 to {MAX_BUCKETS}")
     return server_args
 
@@ -189,6 +203,44 @@ def bucketize_pipeline(pipeline: Any, server_args: Any) -> None:
         check_stepwise(stages)
     for stage in stages:
         bucketize_stage(stage, mixin)
+
+
+def capture_bucket_graphs(_result: None, worker: Any) -> None:
+    """AFTER GPUWorker.init_device_and_model, so before the server is ready."""
+    if not guidance_is_on(worker.server_args):
+        return
+    from sglang.multimodal_gen.runtime.bucket_cuda_graph.build import build_bucket_graphs
+    from sglang.multimodal_gen.runtime.pipelines_core.stages.bucketized_denoising import (
+        bucketized_stages,
+    )
+
+    for stage in bucketized_stages(worker.pipeline):
+        stage.graphs = build_bucket_graphs(stage, worker.server_args)
+
+
+# Control requests that leave the weights where and what they are.
+_HARMLESS_REQUESTS = (
+    "ListLorasReq",
+    "GetWeightsChecksumReqInput",
+    "GetDisaggStatsReq",
+    "ReleaseRealtimeSessionReq",
+    "ShutdownReq",
+)
+
+
+def drop_bucket_graphs(scheduler: Any, req_or_group: Any) -> None:
+    """BEFORE Scheduler._dispatch_single_request: LoRA, weight updates, sleep; failed ones too."""
+    from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req
+    from sglang.multimodal_gen.runtime.pipelines_core.stages.bucketized_denoising import (
+        bucketized_stages,
+    )
+
+    name = type(req_or_group).__name__
+    if not guidance_is_on(scheduler.server_args) or isinstance(req_or_group, (Req, list)):
+        return
+    for stage in bucketized_stages(scheduler.worker.pipeline):
+        if stage.graphs is not None and name not in _HARMLESS_REQUESTS:
+            stage.graphs.drop(name)
 
 
 def run_event_loop(original, scheduler: Any) -> None:

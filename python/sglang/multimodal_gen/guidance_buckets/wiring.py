@@ -67,6 +67,13 @@ GUIDANCE_HOOKS = (
         "make the denoising stage obey plans, or refuse to start",
     ),
     Hook(
+        f"{_GEN}.runtime.managers.gpu_worker.GPUWorker.init_device_and_model",
+        "after",
+        "server_hooks:capture_bucket_graphs",
+        ("self",),
+        "capture bucket graphs once the model is loaded, before the server is ready",
+    ),
+    Hook(
         f"{_GEN}.runtime.managers.scheduler.Scheduler._normalize_received_payload",
         "after",
         "server_hooks:plan_received_requests",
@@ -79,6 +86,13 @@ GUIDANCE_HOOKS = (
         "server_hooks:run_event_loop",
         ("self",),
         "with --max-running-samples: the loop of continuous batching",
+    ),
+    Hook(
+        f"{_GEN}.runtime.managers.scheduler.Scheduler._dispatch_single_request",
+        "before",
+        "server_hooks:drop_bucket_graphs",
+        ("self", "req_or_group"),
+        "drop bucket graphs before a control request changes or moves the weights",
     ),
     Hook(
         f"{_GEN}.runtime.managers.scheduler.Scheduler._build_dynamic_batch_signature",

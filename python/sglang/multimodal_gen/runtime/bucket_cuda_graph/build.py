@@ -23,13 +23,13 @@ from sglang.multimodal_gen.runtime.platforms import current_platform
 from sglang.multimodal_gen.runtime.utils.logging_utils import init_logger
 from sglang.multimodal_gen.runtime.utils.precision import (
     autocast_context,
-    precision_autocast_enabled,
     resolve_precision,
 )
 
 logger = init_logger(__name__)
 
 _MEMORY_SHARE = 0.1  # of the device, where no budget is given
+_DTYPES = {torch.bfloat16, torch.float16, torch.float32}
 # The attention backends whose metadata does not change from step to step.
 _STATIC_METADATA = ("NoneType", "FlashAttentionMetadata")
 
@@ -43,8 +43,8 @@ def settings_obstacles(server_args: Any) -> Iterator[str]:
     ranks = server_args.num_gpus // max(1, server_args.dp_size or 1)
     if ranks > 1:
         yield (
-            f"{ranks} ranks a replica (a capture or a replay that fails on one rank would leave the "
-            "others waiting in a collective)"
+            f"{ranks} ranks a replica (a capture or a replay that fails on one rank would leave "
+            "the others waiting in a collective)"
         )
     if server_args.dit_layerwise_offload or server_args.use_fsdp_inference:
         yield "a DiT whose weights move (layerwise offload or FSDP)"
@@ -60,8 +60,7 @@ def model_obstacles(stage: Any) -> Iterator[str]:
     devices = {parameter.device.type for parameter in parameters}
     if devices != {"cuda"}:
         yield f"a DiT on {', '.join(sorted(devices))} (offloaded between requests)"
-    if any(not parameter.is_floating_point() or parameter.dtype.itemsize == 1
-           for parameter in parameters):
+    if not {parameter.dtype for parameter in parameters} <= _DTYPES:
         yield "a quantized DiT (not tested)"
     try:
         metadata = type(_attention_metadata(stage)).__name__
@@ -131,6 +130,7 @@ def make_graphs(
         dtype=dtype,
         device=next(stage.transformer.parameters()).device,
         forward=_forward_of(stage, server_args, dtype),
+        mount=lambda quality: stage.mount(_as_requested(quality)),
         recorder=recorder,
         budget_bytes=budget_bytes,
     )
@@ -139,7 +139,6 @@ def make_graphs(
 def _forward_of(stage: Any, server_args: Any, dtype: torch.dtype):
     adapter, pipeline_config = stage.row_adapter, server_args.pipeline_config
     metadata = _attention_metadata(stage)
-    autocast_enabled = precision_autocast_enabled(dtype, server_args.disable_autocast)
 
     def forward(inputs: StaticInputs, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         packed = inputs.packed(rows)
@@ -147,7 +146,7 @@ def _forward_of(stage: Any, server_args: Any, dtype: torch.dtype):
         with (
             current_platform.inference_mode(),
             torch.no_grad(),
-            autocast_context(dtype, server_args.disable_autocast, enabled=autocast_enabled),
+            autocast_context(dtype, server_args.disable_autocast),
             set_forward_context(current_timestep=0, attn_metadata=metadata),
             adapter.attend(packed),
         ):
@@ -165,6 +164,12 @@ def _forward_of(stage: Any, server_args: Any, dtype: torch.dtype):
     return forward
 
 
+def _as_requested(quality: str) -> Any:
+    """As much of a request as mounting what it asks for reads."""
+    sampling_params = SimpleNamespace(quality=quality, attention_backend_override=None)
+    return SimpleNamespace(sampling_params=sampling_params, skip_softmax_params=None)
+
+
 def _attention_metadata(stage: Any) -> Any:
     batch = SimpleNamespace(raw_latent_shape=None)
     return stage._build_attn_metadata(0, batch, stage.server_args)
@@ -172,10 +177,7 @@ def _attention_metadata(stage: Any) -> Any:
 
 def capture_declared(graphs: BucketGraphs, stage: Any, server_args: Any) -> None:
     """Capture the buckets that the server was told of, largest first, and log them as a table."""
-    quality = default_quality(server_args)
-    stage._maybe_toggle_quality_fusions(
-        SimpleNamespace(sampling_params=SimpleNamespace(quality=quality))
-    )
+    quality = _sampling_defaults(server_args).quality
     latent_shapes = [
         _latent_shape(stage, server_args, *size) for size in declared_resolutions(server_args)
     ]
@@ -195,10 +197,6 @@ def declared_resolutions(server_args: Any) -> list[tuple[int, int]]:
     return [(defaults.width, defaults.height)] if defaults.width and defaults.height else []
 
 
-def default_quality(server_args: Any) -> str:
-    return _sampling_defaults(server_args).quality
-
-
 def _sampling_defaults(server_args: Any) -> Any:
     from sglang.multimodal_gen.runtime.warmup_request_builder import get_model_sampling_defaults
 
@@ -212,4 +210,4 @@ def _latent_shape(stage: Any, server_args: Any, width: int, height: int) -> tupl
         raise GuidanceError(
             "--bucket-graph-resolutions", f"{width}x{height}", f"multiples of {grain}"
         )
-    return stage.transformer.in_channels, height // pixels, width // pixels
+    return stage.transformer.config.in_channels, height // pixels, width // pixels

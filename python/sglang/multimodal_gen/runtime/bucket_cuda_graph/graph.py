@@ -51,8 +51,6 @@ class BucketGraph:
     forwards_s: float = field(init=False)
     own_bytes: int = field(default=0)
     pool_bytes: int = field(default=0)
-    replays: int = field(default=0)
-    padding_rows: int = field(default=0)
 
     def replay(self) -> None:
         self.recording.replay()

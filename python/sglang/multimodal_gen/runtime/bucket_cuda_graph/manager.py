@@ -64,6 +64,7 @@ class BucketGraphs:
         dtype: torch.dtype,
         device: torch.device,
         forward: Callable[[StaticInputs, int], tuple[torch.Tensor, torch.Tensor]],
+        mount: Callable[[str], None],
         recorder: Recorder,
         budget_bytes: int,
     ):
@@ -72,6 +73,7 @@ class BucketGraphs:
             guidance_rows: ``--guidance-rows``.
             dtype: of the DiT and of the latents that go into it.
             forward: static inputs and a row count to the prediction of each row and the combine.
+            mount: puts the kernel fusions of a quality level on the DiT.
         """
         self.adapter = adapter
         self.config = config
@@ -79,6 +81,7 @@ class BucketGraphs:
         self.dtype = dtype
         self.device = device
         self.forward = forward
+        self.mount = mount
         self.recorder = recorder
         self.meter = MemoryMeter(device)
         self.budget = GraphBudget(budget_bytes)
@@ -88,6 +91,7 @@ class BucketGraphs:
         self.misses: Counter[str] = Counter()
         self.replays: Counter[str] = Counter()  # by label; graphs come and go, counts stay
         self.padding_rows: Counter[str] = Counter()
+        self.padding = 0  # rows of the last step
         self._inputs: dict[GraphShape, StaticInputs] = {}
         self._weights_at: int | None = None
 
@@ -163,6 +167,7 @@ class BucketGraphs:
 
     def predict(self, samples: Sequence[GraphSample], quality: str) -> list[Prediction] | None:
         """Replay the step of these samples, which share a forward; None where it runs eagerly."""
+        self.padding = 0
         latent_shape = tuple(samples[0].latents.shape[1:])
         groups = [kwargs for sample in samples for kwargs in sample.branches.values()]
         shape = self.shape_for(latent_shape, quality, groups)
@@ -170,7 +175,7 @@ class BucketGraphs:
         wanted = shape and self._bucket_of(shape, rows)
         predictions = None
         if wanted is None:
-            self._miss("too many rows" if shape else "text too long")
+            self._miss("too many rows" if shape else "text length")
         else:
             predictions = self._predict_in(shape, rows, samples)
         self.demand.add(wanted, replayed=predictions is not None)
@@ -178,6 +183,7 @@ class BucketGraphs:
 
     def count_alone(self) -> None:
         """Account for a step that takes a way of its own, without a graph."""
+        self.padding = 0
         self._miss("runs alone")
         self.demand.add(None, replayed=False)
 
@@ -207,15 +213,14 @@ class BucketGraphs:
             graph.replay()
             predictions = _take(graph, inputs, samples)
         except Exception as error:
-            logger.error("Replay of %s failed, the step runs eagerly: %r", graph.bucket.label, error)
+            logger.error("A replay failed, the step runs eagerly: %s", error, exc_info=True)
             self._drop_graph(graph.bucket)
             self.refused[graph.bucket] = f"a replay failed: {error!r}"
             return self._miss("replay failed")
         self.budget.use(graph.bucket)
+        self.padding = bucket_rows - rows
         self.replays[graph.bucket.label] += 1
-        self.padding_rows[graph.bucket.label] += bucket_rows - rows
-        graph.replays += 1
-        graph.padding_rows += bucket_rows - rows
+        self.padding_rows[graph.bucket.label] += self.padding
         return predictions
 
     def _miss(self, reason: str) -> None:
@@ -229,6 +234,7 @@ class BucketGraphs:
     def capture(self, bucket: GraphBucket) -> bool:
         """Whether the bucket has a graph afterwards; a failure leaves nothing behind."""
         self._weights_at = self._weights_now()
+        self.mount(bucket.shape.quality)
         inputs = self._inputs.get(bucket.shape) or self._make_inputs(bucket.shape)
         self._inputs[bucket.shape] = inputs
         try:

@@ -116,7 +116,7 @@ class EagerRecorder:
         return nullcontext()
 
     def record(self, function: Callable[[], Any]) -> tuple[Recording, Any]:
-        output = function()
+        output = tuple(tensor.clone() for tensor in function())
         return _EagerRecording(function, output), output
 
     def reset(self, recording: Recording) -> None:

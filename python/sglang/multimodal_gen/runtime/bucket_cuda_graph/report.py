@@ -50,8 +50,11 @@ def log_graphs(graphs: Any) -> None:
 def publish_graphs(graphs: Any) -> None:
     """Set the metrics of a server with --enable-metrics to what the graphs have counted."""
     metrics = get_metrics()
-    if metrics is not None:
-        metrics.bucket_graphs.publish(graphs)
+    if metrics is None:
+        return
+    if not hasattr(metrics, "bucket_graphs"):
+        metrics.bucket_graphs = GraphMetrics(metrics._labels)
+    metrics.bucket_graphs.publish(graphs)
 
 
 class GraphMetrics:

@@ -1,0 +1,365 @@
+"""What bucket CUDA graphs save: ms a denoising step against upstream, and each bucket by itself.
+
+    python benchmark/bench_bucket_graphs.py steps MODEL --sizes 256 512 1024   # on a GPU
+    python benchmark/bench_bucket_graphs.py buckets MODEL --sizes 256 512 1024 --plot graphs.svg
+
+`steps` serves MODEL from several engines side by side: upstream eagerly, upstream with its
+breakable graphs, this project without and with bucket graphs. Each round asks every configuration
+for one picture, in an order that rotates. A step's time is upstream's own per-step metric with the
+device drained before and after (SGLANG_DIFFUSION_SYNC_STAGE_PROFILING=1). GLM-Image writes each
+prior once for all sides.
+
+`buckets` loads MODEL in this process and measures every bucket of each size: an eager forward of
+those rows, a replay, the time that the GPU is busy in it (the sum of its kernels), the time that
+the host takes to start a step, memory and capture. Eager and replayed forwards alternate.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from common import markdown_table, print_section
+
+QUOTED = 'a shop sign that says "open until late"'
+PLAIN = "a red cube on a table"
+
+
+# --- steps --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Configuration:
+    name: str
+    engine: str
+    images: int
+    prompt: str
+
+
+def steps(args: argparse.Namespace) -> None:
+    from harness.engine import Engine
+    from harness.processes import probe_environment
+
+    priors = tempfile.TemporaryDirectory(prefix="priors-")
+    environment = probe_environment(
+        PROBE_KEEP_PRIOR=priors.name,
+        SGLANG_DIFFUSION_STAGE_LOGGING="1",
+        SGLANG_DIFFUSION_SYNC_STAGE_PROFILING="1",
+    )
+    options = {"env": environment, **args.engine}
+    sizes = [f"{size}x{size}" for size in args.sizes]
+    # upstream's own loop on all sides: its per-step metric waits for the device
+    buckets = {"guidance_buckets": 8, "max_running_samples": 0}
+    graphs = {"bucket_graphs": "full", "bucket_graph_resolutions": sizes}
+    starts = {
+        "upstream": lambda: Engine(args.model, upstream=True, **options),
+        "upstream, breakable": lambda: Engine(
+            args.model,
+            upstream=True,
+            enable_breakable_cuda_graph=True,
+            warmup_resolutions=sizes,
+            **options,
+        ),
+        "eager": lambda: Engine(args.model, bucket_graphs="off", **buckets, **options),
+        "graphs": lambda: Engine(args.model, **graphs, **buckets, **options),
+    }
+    starts = {name: start for name, start in starts.items() if name in args.engines}
+    engines = {}
+    with ThreadPoolExecutor() as pool:
+        for name, future in {n: pool.submit(s) for n, s in starts.items()}.items():
+            try:
+                engines[name] = future.result()
+            except Exception as error:
+                print(f"{name} did not start:\n{error}", flush=True)
+    try:
+        for size in args.sizes:
+            measure(engines, size, args)
+    finally:
+        if "graphs" in engines:
+            print(_graph_table(engines["graphs"].log), flush=True)
+        for engine in engines.values():
+            engine.close()
+
+
+def _graph_table(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()
+    return "\n".join(line for line in lines if "row" in line and "latent" in line)
+
+
+def measure(engines, size: int, args) -> None:
+    texts = {"": PLAIN} | ({", quoted": QUOTED} if args.quoted else {})
+    configurations = [
+        Configuration(
+            f"{engine}, {images} image{'s' * (images > 1)}{suffix}", engine, images, prompt
+        )
+        for suffix, prompt in texts.items()
+        for images in args.images
+        for engine in engines
+    ]
+
+    def picture(configuration: Configuration) -> list[float]:
+        result = engines[configuration.engine].generate(
+            prompt=configuration.prompt,
+            width=size,
+            height=size,
+            num_inference_steps=args.steps,
+            guidance_scale=4.0,
+            num_outputs_per_prompt=configuration.images,
+            return_trajectory_latents=False,
+        )
+        return result.metrics["steps"]
+
+    def warm_up(engine: str) -> list[Configuration]:
+        failed = []
+        for configuration in configurations:
+            if configuration.engine == engine:
+                try:
+                    picture(configuration)
+                except Exception as error:
+                    print(f"{configuration.name}: {str(error)[-600:]}", flush=True)
+                    failed.append(configuration)
+        return failed
+
+    first, *others = list(engines)
+    failed = warm_up(first)  # alone: it writes the priors
+    with ThreadPoolExecutor() as pool:
+        for more in pool.map(warm_up, others):
+            failed += more
+    times: dict[Configuration, list[list[float]]] = {
+        c: [] for c in configurations if c not in failed
+    }
+    for round_index in range(args.rounds):
+        turn = round_index % len(times)
+        order = list(times)
+        for configuration in order[turn:] + order[:turn]:
+            times[configuration].append(picture(configuration))
+    title = f"{size}x{size}, {args.steps} steps, {args.rounds} rounds"
+    print_section(title, steps_table(times))
+
+
+def steps_table(times) -> str:
+    def median(configuration) -> float:
+        return statistics.median(step for picture in times[configuration] for step in picture)
+
+    rows = []
+    for configuration in times:
+        alike = [
+            other
+            for other in times
+            if other.engine == "upstream" and other.prompt == configuration.prompt
+        ]
+        base = {other.images: median(other) for other in alike}
+        own = median(configuration)
+        spread = [step for picture in times[configuration] for step in picture]
+        # upstream runs requests one after another: four of them are four times one
+        one_by_one = base.get(1, float("nan")) * configuration.images
+        rows.append(
+            [
+                configuration.name,
+                f"{own:.2f}",
+                f"{min(spread):.1f}-{max(spread):.1f}",
+                f"{one_by_one / own:.2f}",
+                f"{base.get(configuration.images, float('nan')) / own:.2f}",
+            ]
+        )
+    header = [
+        "configuration",
+        "ms a guided step",
+        "min-max",
+        "x upstream, one image a request",
+        "x upstream, all images in one request",
+    ]
+    return markdown_table(header, rows)
+
+
+# --- buckets ------------------------------------------------------------------------------------
+
+
+def buckets(args: argparse.Namespace) -> None:
+    import torch
+
+    from harness.graphs import random_samples, replay
+    from harness.worker import Worker
+
+    worker = Worker(
+        args.model,
+        guidance_buckets=8,
+        bucket_graphs=args.mode,
+        bucket_graph_resolutions=[f"{size}x{size}" for size in args.sizes],
+        bucket_graph_text_lengths=args.text_lengths,
+        bucket_graph_memory_gb=40,
+        **args.engine,
+    )
+    graphs = worker.stage.graphs
+    points = {}
+    by_latent = {}
+    for bucket in graphs.graphs:
+        by_latent.setdefault(bucket.shape.latent_shape, []).append(bucket)
+    for latent_shape, found in sorted(by_latent.items()):
+        size = latent_shape[-1] * 8
+        rows = []
+        for bucket in sorted(found, key=lambda bucket: (bucket.shape.text_length, bucket.rows)):
+            graph = graphs.graphs[bucket]
+            samples = random_samples(graphs, bucket, bucket.rows, seed=1)
+            inputs = graphs._inputs[bucket.shape]
+            inputs.load(samples, bucket.rows)
+
+            def eager(inputs=inputs, bucket=bucket):
+                graphs.forward(inputs, bucket.rows)
+
+            times = {"eager": [], "graph": []}
+            for _ in range(args.rounds):
+                for name, run in (("eager", eager), ("graph", graph.replay)):
+                    times[name].append(timed(run, torch))
+            busy = gpu_busy_ms(graph.replay, torch)
+            host = []
+            for _ in range(10):
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                replay(graphs, bucket, samples)
+                host.append(1000 * (time.perf_counter() - start))
+            eager_ms, graph_ms = map(statistics.median, times.values())
+            points[size, bucket.shape.masked, bucket.shape.text_length, bucket.rows] = (
+                eager_ms,
+                graph_ms,
+            )
+            rows.append(
+                [
+                    bucket.rows,
+                    f"{'up to ' * bucket.shape.masked}{bucket.shape.text_length}",
+                    f"{eager_ms:.2f}",
+                    f"{graph_ms:.2f}",
+                    f"{eager_ms / graph_ms:.2f}",
+                    f"{busy:.2f}",
+                    f"{100 * (graph_ms / busy - 1):+.1f}%",
+                    f"{statistics.median(host):.2f}",
+                    f"{graph.capture_s:.2f}",
+                    f"{graph.capture_s - graph.forwards_s:.2f}",
+                    f"{graph.own_bytes / 2**20:.0f}",
+                    f"{graph.pool_bytes / 2**20:.0f}",
+                    f"{graph.error:.0e}" if graph.error else "no",
+                ]
+            )
+        header = [
+            *("rows", "text", "eager ms", "graph ms", "x", "GPU busy ms", "over busy"),
+            *("host ms", "capture s", "beyond forwards s", "own MB", "pool MB", "differs"),
+        ]
+        print_section(f"{size}x{size}, {args.rounds} rounds", markdown_table(header, rows))
+        memory(graphs, found, size)
+    for bucket, reason in graphs.refused.items():
+        print(f"none for {bucket.label}: {reason}")
+    if args.points:
+        args.points.write_text(json.dumps([[*key, *value] for key, value in points.items()]))
+    if args.plot:
+        plot(points, args.plot)
+    sys.stdout.flush()
+
+
+def memory(graphs, found, size: int) -> None:
+    """All buckets of a resolution against its largest alone, each from nothing."""
+    import torch
+
+    def used(wanted) -> float:
+        graphs.drop("to measure")
+        torch.cuda.synchronize()
+        before = torch.cuda.mem_get_info()[0]
+        for bucket in wanted:
+            graphs.capture(bucket)
+        torch.cuda.synchronize()
+        return (before - torch.cuda.mem_get_info()[0]) / 2**20
+
+    found = [bucket for bucket in found if not bucket.shape.masked]
+    order = sorted(found, key=lambda bucket: bucket.rows, reverse=True)
+    alone, together = used(order[:1]), used(order)
+    print(
+        f"{size}x{size}: the graph of {order[0].rows} rows alone takes {alone:.0f} MB, all "
+        f"{len(order)} row buckets {together:.0f} MB: {together / alone:.2f}\n",
+        flush=True,
+    )
+
+
+def timed(run, torch) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    return 1000 * (time.perf_counter() - start)
+
+
+def gpu_busy_ms(run, torch, runs: int = 3) -> float:
+    """The sum of the kernels of one run."""
+    from torch.profiler import ProfilerActivity, profile
+
+    run()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(runs):
+            run()
+        torch.cuda.synchronize()
+    device = [event for event in profiler.events() if event.device_type.name == "CUDA"]
+    return sum(event.device_time for event in device) / 1000 / runs
+
+
+def plot(points, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    sizes = sorted({key[0] for key in points})
+    figure, axes = plt.subplots(1, len(sizes), figsize=(3.2 * len(sizes), 2.8), squeeze=False)
+    for axis, size in zip(axes[0], sizes):
+        mine = sorted(
+            (key[3], value) for key, value in points.items() if key[0] == size and not key[1]
+        )
+        rows = [row for row, _ in mine]
+        for index, (name, style) in enumerate((("eager", "o--"), ("graph", "o-"))):
+            axis.plot(rows, [value[index] for _, value in mine], style, label=name, markersize=4)
+        axis.set_title(f"{size}x{size}", fontsize=9)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(rows, [str(row) for row in rows])
+        axis.set_xlabel("rows")
+        axis.set_ylim(bottom=0)
+    axes[0][0].set_ylabel("ms a step")
+    axes[0][0].legend(frameon=False, fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    commands = parser.add_subparsers(required=True)
+    for name, run in (("steps", steps), ("buckets", buckets)):
+        command = commands.add_parser(name)
+        command.set_defaults(run=run)
+        command.add_argument("model", type=Path)
+        command.add_argument("--sizes", type=int, nargs="+", default=[256, 512])
+        command.add_argument("--rounds", type=int, default=5)
+        command.add_argument(
+            "--engine", type=json.loads, default={}, help="JSON, for DiffGenerator"
+        )
+        if name == "steps":
+            command.add_argument("--steps", type=int, default=12)
+            command.add_argument("--images", type=int, nargs="+", default=[1, 4])
+            command.add_argument("--quoted", action="store_true", help="also quoted text")
+            command.add_argument(
+                "--engines",
+                nargs="+",
+                default=["upstream", "upstream, breakable", "eager", "graphs"],
+            )
+        else:
+            command.add_argument("--mode", choices=["full", "breakable"], default="full")
+            command.add_argument("--text-lengths", type=int, nargs="+", default=[64])
+            command.add_argument("--plot", type=Path)
+            command.add_argument("--points", type=Path, help="JSON of what the plot shows")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    arguments = parse_args()
+    arguments.run(arguments)
