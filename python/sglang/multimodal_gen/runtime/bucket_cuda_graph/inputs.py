@@ -137,10 +137,10 @@ class StaticInputs:
         for name, row in rows.items():
             ours = self.rows[name][slot]
             if name != self.adapter.text:
-                ours.copy_(row[image])
+                ours.copy_(_entry(row, image))
                 continue
             length = row.shape[1]
-            ours[:length].copy_(row[image])
+            ours[:length].copy_(_entry(row, image))
             if self.mask_RL is not None:
                 ours[length:].zero_()
                 self._load_mask(kwargs, image, slot, length)
@@ -152,7 +152,7 @@ class StaticInputs:
         if own is None:
             mask_L[:length].fill_(True)
         else:
-            mask_L[:length].copy_(own[image])
+            mask_L[:length].copy_(_entry(own, image))
 
     def forget(self) -> None:
         """Load everything anew at the next step: what the buffers hold is not known."""
@@ -191,6 +191,11 @@ class StaticInputs:
         uncond = prediction.index_select(0, self.index_3R[2, :images])
         sizes = [len(sample.latents) for sample in samples]
         return list(zip(cond.split(sizes), uncond.split(sizes)))
+
+
+def _entry(rows: torch.Tensor, image: int) -> torch.Tensor:
+    """A request's images may share one entry, which then stands for all of them."""
+    return rows[image if len(rows) > 1 else 0]
 
 
 def _upload(target: torch.Tensor, values: list) -> None:
