@@ -1,13 +1,17 @@
 """What bucket CUDA graphs save: ms a denoising step against upstream, and each bucket by itself.
 
     python benchmark/bench_bucket_graphs.py steps MODEL --sizes 256 512 1024   # on a GPU
-    python benchmark/bench_bucket_graphs.py buckets MODEL --sizes 256 512 1024 --plot graphs.svg
+    python benchmark/bench_bucket_graphs.py buckets MODEL --sizes 256 512 1024 --points points.json
+    python benchmark/bench_bucket_graphs.py plot points.json -o bucket_graphs.svg
 
 `steps` serves MODEL from several engines side by side: upstream eagerly, upstream with its
 breakable graphs, this project without and with bucket graphs. Each round asks every configuration
-for one picture, in an order that rotates. A step's time is upstream's own per-step metric with the
-device drained before and after (SGLANG_DIFFUSION_SYNC_STAGE_PROFILING=1). GLM-Image writes each
-prior once for all sides.
+for a request of one image or of four, in an order that rotates. Upstream runs the images of a
+GLM-Image request one after another, so its step of four images is four times its own per-step
+metric, with the device drained before and after (SGLANG_DIFFUSION_SYNC_STAGE_PROFILING=1). This
+project steps them together; its steps are timed by the loop, which stays two steps ahead of the
+device, so the first steps of a picture are left out. GLM-Image writes each prior once for all
+sides.
 
 `buckets` loads MODEL in this process and measures every bucket of each size: an eager forward of
 those rows, a replay, the time that the GPU is busy in it (the sum of its kernels), the time that
@@ -17,7 +21,6 @@ the host takes to start a step, memory and capture. Eager and replayed forwards 
 import argparse
 import json
 import statistics
-import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +31,7 @@ from common import markdown_table, print_section
 
 QUOTED = 'a shop sign that says "open until late"'
 PLAIN = "a red cube on a table"
+_AHEAD = 3  # steps that the loop begins before it waits for the first
 
 
 # --- steps --------------------------------------------------------------------------------------
@@ -53,9 +57,9 @@ def steps(args: argparse.Namespace) -> None:
     )
     options = {"env": environment, **args.engine}
     sizes = [f"{size}x{size}" for size in args.sizes]
-    # upstream's own loop on all sides: its per-step metric waits for the device
-    buckets = {"guidance_buckets": 8, "max_running_samples": 0}
+    buckets = {"guidance_buckets": 8}
     graphs = {"bucket_graphs": "full", "bucket_graph_resolutions": sizes}
+    graphs["bucket_graph_text_lengths"] = args.text_lengths
     starts = {
         "upstream": lambda: Engine(args.model, upstream=True, **options),
         "upstream, breakable": lambda: Engine(
@@ -112,7 +116,10 @@ def measure(engines, size: int, args) -> None:
             num_outputs_per_prompt=configuration.images,
             return_trajectory_latents=False,
         )
-        return result.metrics["steps"]
+        steps = result.metrics["steps"]
+        if configuration.engine.startswith("upstream"):
+            return [step * configuration.images for step in steps]  # one image after another
+        return steps[_AHEAD:]
 
     def warm_up(engine: str) -> list[Configuration]:
         failed = []
@@ -143,38 +150,29 @@ def measure(engines, size: int, args) -> None:
 
 
 def steps_table(times) -> str:
-    def median(configuration) -> float:
-        return statistics.median(step for picture in times[configuration] for step in picture)
-
     rows = []
     for configuration in times:
-        alike = [
-            other
-            for other in times
-            if other.engine == "upstream" and other.prompt == configuration.prompt
-        ]
-        base = {other.images: median(other) for other in alike}
-        own = median(configuration)
-        spread = [step for picture in times[configuration] for step in picture]
-        # upstream runs requests one after another: four of them are four times one
-        one_by_one = base.get(1, float("nan")) * configuration.images
-        rows.append(
-            [
-                configuration.name,
-                f"{own:.2f}",
-                f"{min(spread):.1f}-{max(spread):.1f}",
-                f"{one_by_one / own:.2f}",
-                f"{base.get(configuration.images, float('nan')) / own:.2f}",
-            ]
+        base = next(
+            (
+                other
+                for other in times
+                if (other.engine, other.images, other.prompt)
+                == ("upstream", configuration.images, configuration.prompt)
+            ),
+            None,
         )
-    header = [
-        "configuration",
-        "ms a guided step",
-        "min-max",
-        "x upstream, one image a request",
-        "x upstream, all images in one request",
-    ]
+        spread = [step for picture in times[configuration] for step in picture]
+        own = statistics.median(spread)
+        gain = "" if base is None else f"{_median(times[base]) / own:.2f}"
+        rows.append(
+            [configuration.name, f"{own:.2f}", f"{min(spread):.1f}-{max(spread):.1f}", gain]
+        )
+    header = ["configuration", "ms a guided step of all images", "min-max", "x upstream"]
     return markdown_table(header, rows)
+
+
+def _median(pictures: list[list[float]]) -> float:
+    return statistics.median(step for picture in pictures for step in picture)
 
 
 # --- buckets ------------------------------------------------------------------------------------
@@ -183,7 +181,7 @@ def steps_table(times) -> str:
 def buckets(args: argparse.Namespace) -> None:
     import torch
 
-    from harness.graphs import random_samples, replay
+    from harness.graphs import prefer_replays
     from harness.worker import Worker
 
     worker = Worker(
@@ -196,68 +194,70 @@ def buckets(args: argparse.Namespace) -> None:
         **args.engine,
     )
     graphs = worker.stage.graphs
-    points = {}
-    by_latent = {}
+    prefer_replays(graphs)
+    by_latent: dict[tuple, list] = {}
     for bucket in graphs.graphs:
         by_latent.setdefault(bucket.shape.latent_shape, []).append(bucket)
+    points = []
     for latent_shape, found in sorted(by_latent.items()):
         size = latent_shape[-1] * 8
+        found.sort(key=lambda bucket: (bucket.shape.text_length, bucket.rows))
         rows = []
-        for bucket in sorted(found, key=lambda bucket: (bucket.shape.text_length, bucket.rows)):
-            graph = graphs.graphs[bucket]
-            samples = random_samples(graphs, bucket, bucket.rows, seed=1)
-            inputs = graphs._inputs[bucket.shape]
-            inputs.load(samples, bucket.rows)
-
-            def eager(inputs=inputs, bucket=bucket):
-                graphs.forward(inputs, bucket.rows)
-
-            times = {"eager": [], "graph": []}
-            for _ in range(args.rounds):
-                for name, run in (("eager", eager), ("graph", graph.replay)):
-                    times[name].append(timed(run, torch))
-            busy = gpu_busy_ms(graph.replay, torch)
-            host = []
-            for _ in range(10):
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                replay(graphs, bucket, samples)
-                host.append(1000 * (time.perf_counter() - start))
-            eager_ms, graph_ms = map(statistics.median, times.values())
-            points[size, bucket.shape.masked, bucket.shape.text_length, bucket.rows] = (
-                eager_ms,
-                graph_ms,
-            )
-            rows.append(
-                [
-                    bucket.rows,
-                    f"{'up to ' * bucket.shape.masked}{bucket.shape.text_length}",
-                    f"{eager_ms:.2f}",
-                    f"{graph_ms:.2f}",
-                    f"{eager_ms / graph_ms:.2f}",
-                    f"{busy:.2f}",
-                    f"{100 * (graph_ms / busy - 1):+.1f}%",
-                    f"{statistics.median(host):.2f}",
-                    f"{graph.capture_s:.2f}",
-                    f"{graph.capture_s - graph.forwards_s:.2f}",
-                    f"{graph.own_bytes / 2**20:.0f}",
-                    f"{graph.pool_bytes / 2**20:.0f}",
-                    f"{graph.error:.0e}" if graph.error else "no",
-                ]
-            )
+        for bucket in found:
+            row, point = measure_bucket(graphs, bucket, args.rounds, torch)
+            rows.append(row)
+            points.append([size, bucket.shape.masked, bucket.rows, *point])
         header = [
             *("rows", "text", "eager ms", "graph ms", "x", "GPU busy ms", "over busy"),
-            *("host ms", "capture s", "beyond forwards s", "own MB", "pool MB", "differs"),
+            *("host ms", "launch ms", "capture s", "beyond forwards s", "own MB", "differs"),
         ]
         print_section(f"{size}x{size}, {args.rounds} rounds", markdown_table(header, rows))
-        memory(graphs, found, size)
+        if args.points:
+            args.points.write_text(json.dumps(points))
     for bucket, reason in graphs.refused.items():
         print(f"none for {bucket.label}: {reason}")
-    if args.points:
-        args.points.write_text(json.dumps([[*key, *value] for key, value in points.items()]))
-    if args.plot:
-        plot(points, args.plot)
-    sys.stdout.flush()
+    for latent_shape, found in sorted(by_latent.items()):
+        memory(graphs, found, latent_shape[-1] * 8)
+
+
+def measure_bucket(graphs, bucket, rounds: int, torch) -> tuple[list, list[float]]:
+    from harness.graphs import random_samples
+
+    graph, inputs = graphs.graphs[bucket], graphs._inputs[bucket.shape]
+    samples = random_samples(graphs, bucket, bucket.rows, seed=1)
+    inputs.load(samples, bucket.rows)
+    times: dict[str, list[float]] = {"eager": [], "graph": []}
+    for _ in range(rounds):
+        times["eager"].append(timed(lambda: graphs.forward(inputs, bucket.rows), torch))
+        times["graph"].append(timed(graph.replay, torch))
+    host, launch = [], []
+    for _ in range(10):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        assert graphs.predict(samples, bucket.shape.quality) is not None
+        host.append(1000 * (time.perf_counter() - start))
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        graph.replay()
+        launch.append(1000 * (time.perf_counter() - start))
+    busy = gpu_busy_ms(graph.replay, torch)
+    eager_ms, graph_ms = map(statistics.median, times.values())
+    row = [
+        bucket.rows,
+        f"{'up to ' * bucket.shape.masked}{bucket.shape.text_length}",
+        f"{eager_ms:.2f}",
+        f"{graph_ms:.2f}",
+        f"{eager_ms / graph_ms:.2f}",
+        f"{busy:.2f}",
+        f"{100 * (graph_ms / busy - 1):+.1f}%",
+        f"{statistics.median(host):.2f}",
+        f"{statistics.median(launch):.2f}",
+        f"{graph.capture_s:.2f}",
+        f"{graph.capture_s - graph.forwards_s:.2f}",
+        f"{graph.own_bytes / 2**20:.0f}",
+        f"{graph.error:.0e}" if graph.error else "no",
+    ]
+    return row, [eager_ms, graph_ms]
 
 
 def memory(graphs, found, size: int) -> None:
@@ -283,12 +283,14 @@ def memory(graphs, found, size: int) -> None:
     )
 
 
-def timed(run, torch) -> float:
+def timed(run, torch, runs: int = 3) -> float:
+    """Milliseconds of one of several runs, back to back as steps are."""
     torch.cuda.synchronize()
     start = time.perf_counter()
-    run()
+    for _ in range(runs):
+        run()
     torch.cuda.synchronize()
-    return 1000 * (time.perf_counter() - start)
+    return 1000 * (time.perf_counter() - start) / runs
 
 
 def gpu_busy_ms(run, torch, runs: int = 3) -> float:
@@ -305,21 +307,21 @@ def gpu_busy_ms(run, torch, runs: int = 3) -> float:
     return sum(event.device_time for event in device) / 1000 / runs
 
 
-def plot(points, path: Path) -> None:
+def plot(args: argparse.Namespace) -> None:
+    """Draw what `buckets --points FILE` measured, for texts without a mask."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    sizes = sorted({key[0] for key in points})
+    points = [point for point in json.loads(args.points.read_text()) if not point[1]]
+    sizes = sorted({point[0] for point in points})
     figure, axes = plt.subplots(1, len(sizes), figsize=(3.2 * len(sizes), 2.8), squeeze=False)
     for axis, size in zip(axes[0], sizes):
-        mine = sorted(
-            (key[3], value) for key, value in points.items() if key[0] == size and not key[1]
-        )
-        rows = [row for row, _ in mine]
-        for index, (name, style) in enumerate((("eager", "o--"), ("graph", "o-"))):
-            axis.plot(rows, [value[index] for _, value in mine], style, label=name, markersize=4)
+        mine = sorted(point[2:] for point in points if point[0] == size)
+        rows = [row for row, _, _ in mine]
+        axis.plot(rows, [eager for _, eager, _ in mine], "o--", label="eager", markersize=4)
+        axis.plot(rows, [graph for _, _, graph in mine], "o-", label="graph", markersize=4)
         axis.set_title(f"{size}x{size}", fontsize=9)
         axis.set_xscale("log", base=2)
         axis.set_xticks(rows, [str(row) for row in rows])
@@ -328,7 +330,7 @@ def plot(points, path: Path) -> None:
     axes[0][0].set_ylabel("ms a step")
     axes[0][0].legend(frameon=False, fontsize=8)
     figure.tight_layout()
-    figure.savefig(path)
+    figure.savefig(args.output)
 
 
 def parse_args() -> argparse.Namespace:
@@ -340,23 +342,23 @@ def parse_args() -> argparse.Namespace:
         command.add_argument("model", type=Path)
         command.add_argument("--sizes", type=int, nargs="+", default=[256, 512])
         command.add_argument("--rounds", type=int, default=5)
+        command.add_argument("--text-lengths", type=int, nargs="+", default=[64])
         command.add_argument(
             "--engine", type=json.loads, default={}, help="JSON, for DiffGenerator"
         )
         if name == "steps":
+            engines = ["upstream", "upstream, breakable", "eager", "graphs"]
             command.add_argument("--steps", type=int, default=12)
             command.add_argument("--images", type=int, nargs="+", default=[1, 4])
             command.add_argument("--quoted", action="store_true", help="also quoted text")
-            command.add_argument(
-                "--engines",
-                nargs="+",
-                default=["upstream", "upstream, breakable", "eager", "graphs"],
-            )
+            command.add_argument("--engines", nargs="+", choices=engines, default=engines)
         else:
             command.add_argument("--mode", choices=["full", "breakable"], default="full")
-            command.add_argument("--text-lengths", type=int, nargs="+", default=[64])
-            command.add_argument("--plot", type=Path)
-            command.add_argument("--points", type=Path, help="JSON of what the plot shows")
+            command.add_argument("--points", type=Path, help="JSON of what `plot` draws")
+    command = commands.add_parser("plot")
+    command.set_defaults(run=plot)
+    command.add_argument("points", type=Path)
+    command.add_argument("-o", "--output", type=Path, default=Path("bucket_graphs.svg"))
     return parser.parse_args()
 
 

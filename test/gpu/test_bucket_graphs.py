@@ -21,9 +21,10 @@ MB = 2**20
 
 
 @pytest.fixture(scope="module")
-def worker(glm):
+def worker(glm, tmp_path_factory):
     started = Worker(
         glm,
+        priors=tmp_path_factory.mktemp("priors"),
         guidance_buckets=8,
         bucket_graphs="full",
         bucket_graph_rows=[1, 2, 4, 8],

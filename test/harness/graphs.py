@@ -6,7 +6,7 @@ import torch
 
 from sglang.multimodal_gen.runtime.bucket_cuda_graph.buckets import Cost
 from sglang.multimodal_gen.runtime.bucket_cuda_graph.graph import TOLERANCE
-from sglang.multimodal_gen.runtime.bucket_cuda_graph.manager import _take
+from sglang.multimodal_gen.runtime.bucket_cuda_graph.manager import take
 
 SCALES = (2.0, 1.0, 3.5, 0.0, 7.0, 1.0)  # in turn; 1 and 0 are unguided
 
@@ -66,7 +66,7 @@ def replay(graphs, bucket, samples):
     inputs, graph = graphs._inputs[bucket.shape], graphs.graphs[bucket]
     inputs.load(samples, bucket.rows)
     graph.replay()
-    return [made.combined for made in _take(graph, inputs, samples)]
+    return [made.combined for made in take(graph, inputs, samples)]
 
 
 def eagerly(worker, samples):

@@ -1,21 +1,29 @@
 """A real worker with its loaded pipeline, in this process: for tests of what is inside a step."""
 
 import os
+import sys
 from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from harness.processes import free_ports
+from harness.processes import PROBE, free_ports
 
 
 class Worker:
     """What SGLang's scheduler process holds, without its sockets. One at a time in a process."""
 
-    def __init__(self, model: Path, **server_kwargs: Any):
+    def __init__(self, model: Path, *, priors: Path | None = None, **server_kwargs: Any):
+        """
+        Args:
+            priors: a directory where GLM-Image's prior is kept for each prompt, size and seed.
+        """
         self._environ = dict(os.environ)  # the worker sets ranks and ports there
         os.environ.setdefault("SGLANG_PERF_LOG_DIR", "")
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        if priors is not None:
+            os.environ["PROBE_KEEP_PRIOR"] = str(priors)
+            sys.path.insert(0, str(PROBE))
         from sglang.multimodal_gen.runtime.platforms import (
             current_platform,
             initialize_current_platform,

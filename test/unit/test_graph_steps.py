@@ -114,6 +114,8 @@ def test_post_processes_run_on_the_graphs_rows(worker, graphs):
 
 
 def test_several_images_a_request(worker, graphs):
+    if worker.family != "glm-image":
+        pytest.skip("upstream makes a request of each of SD3's images")
     request = dict(REQUESTS[0], num_outputs_per_prompt=3)
     (got,) = worker.denoise(request)
     assert not graphs.misses  # 6 rows in 8
@@ -127,9 +129,7 @@ def test_constants_are_loaded_once(graphs, monkeypatch):
     inputs = graphs._inputs[bucket.shape]
     loads = []
     load_row = inputs._load_row
-    monkeypatch.setattr(
-        inputs, "_load_row", lambda *args: (loads.append(args[2]), load_row(*args))
-    )
+    monkeypatch.setattr(inputs, "_load_row", lambda *args: (loads.append(args[2]), load_row(*args)))
     samples = random_samples(graphs, bucket, 6, seed=1)
     for _ in range(3):
         replay(graphs, bucket, samples)

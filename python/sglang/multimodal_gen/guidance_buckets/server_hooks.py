@@ -136,7 +136,8 @@ def guidance_arguments(server_args: Any) -> dict[str, Any]:
     """The keywords that make `from_kwargs` set the same values again."""
     if not guidance_is_on(server_args):
         return {}
-    return {name: getattr(server_args, name) for name in _ARGUMENTS}
+    graphs = {name: getattr(server_args.bucket_graphs, a) for name, a in GRAPH_ARGUMENTS.items()}
+    return {name: getattr(server_args, name) for name in _ARGUMENTS} | graphs
 
 
 def _with_guidance(server_args: Any, given: dict[str, Any]):

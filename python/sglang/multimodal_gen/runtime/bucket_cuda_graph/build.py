@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a server's settings to the graphs of a denoising stage, or to why there are none."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -123,33 +124,44 @@ def make_graphs(
 ) -> BucketGraphs:
     """The graphs of a stage, none captured yet."""
     dtype = resolve_precision(server_args, "dit", precision_attr="dit_precision")
+    context = _context_of(stage)
     return BucketGraphs(
         adapter=stage.row_adapter,
         config=server_args.bucket_graphs,
         guidance_rows=server_args.guidance_rows,
         dtype=dtype,
         device=next(stage.transformer.parameters()).device,
-        forward=_forward_of(stage, server_args, dtype),
+        forward=_forward_of(stage, server_args, dtype, context),
+        context=context,
         mount=lambda quality: stage.mount(_as_requested(quality)),
         recorder=recorder,
         budget_bytes=budget_bytes,
     )
 
 
-def _forward_of(stage: Any, server_args: Any, dtype: torch.dtype):
-    adapter, pipeline_config = stage.row_adapter, server_args.pipeline_config
+def _context_of(stage: Any) -> Callable[[], AbstractContextManager]:
     metadata = _attention_metadata(stage)
 
-    def forward(inputs: StaticInputs, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        packed = inputs.packed(rows)
-        latents, timestep_R = inputs.row_inputs(rows)
+    @contextmanager
+    def context() -> Iterator[None]:
         with (
             current_platform.inference_mode(),
             torch.no_grad(),
-            autocast_context(dtype, server_args.disable_autocast),
             set_forward_context(current_timestep=0, attn_metadata=metadata),
-            adapter.attend(packed),
         ):
+            yield
+
+    return context
+
+
+def _forward_of(stage: Any, server_args: Any, dtype: torch.dtype, context: Callable):
+    adapter, pipeline_config = stage.row_adapter, server_args.pipeline_config
+
+    def forward(inputs: StaticInputs, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        packed = inputs.packed(rows)
+        autocast = autocast_context(dtype, server_args.disable_autocast)
+        with context(), autocast, adapter.attend(packed):
+            latents, timestep_R = inputs.row_inputs(rows)
             prediction = stage._predict_noise(
                 current_model=stage.transformer,
                 latent_model_input=latents,

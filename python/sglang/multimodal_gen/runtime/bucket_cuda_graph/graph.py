@@ -3,6 +3,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
@@ -45,6 +46,7 @@ class BucketGraph:
     recording: Recording = field(repr=False)
     rows_out: torch.Tensor = field(repr=False)
     combined: torch.Tensor = field(repr=False)
+    context: Callable[[], AbstractContextManager] = field(repr=False)
     cost: Cost = field(init=False)
     error: float = field(init=False)
     capture_s: float = field(init=False)
@@ -53,7 +55,8 @@ class BucketGraph:
     pool_bytes: int = field(default=0)
 
     def replay(self) -> None:
-        self.recording.replay()
+        with self.context():  # what a breakable graph runs eagerly asks for it
+            self.recording.replay()
 
 
 class MemoryMeter:
@@ -88,6 +91,7 @@ def capture(
     inputs: StaticInputs,
     forward: Forward,
     recorder: Recorder,
+    context: Callable[[], AbstractContextManager],
     randomize: Callable[[int], None],
     meter: MemoryMeter,
     may_record: Callable[[int], None],
@@ -95,6 +99,7 @@ def capture(
     """Record `forward` for a bucket and check a replay against eager on other random inputs.
 
     Args:
+        context: entered around each replay.
         randomize: fills the static inputs at random, from a seed.
         may_record: given the bytes of the activations; raises where they do not fit the budget.
 
@@ -126,7 +131,7 @@ def capture(
         eager_ms = timed(run, _TIMED_RUNS)
     reserved, outside = meter.reserved(), meter.outside()
     recording, (rows_out, combined) = recorder.record(run)
-    graph = BucketGraph(bucket, recording, rows_out, combined)
+    graph = BucketGraph(bucket, recording, rows_out, combined, context)
     graph.pool_bytes = meter.reserved() - reserved
     try:
         randomize(1)

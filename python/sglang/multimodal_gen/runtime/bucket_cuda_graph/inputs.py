@@ -72,10 +72,9 @@ class StaticInputs:
         self.rows[adapter.text] = text.new_zeros(max_rows, shape.text_length, *text.shape[2:])
         self.mask_RL = None
         if shape.masked:
-            self.mask_RL = torch.ones(
-                max_rows, shape.text_length, dtype=torch.bool, device=device
-            )
+            self.mask_RL = torch.ones(max_rows, shape.text_length, dtype=torch.bool, device=device)
         self.shared = _map(adapter.shared_values(example), torch.clone)
+        self._latents: list[torch.Tensor] = []  # each sample's part of `latents`
         self._held: list[tuple | None] = [None] * max_rows
         self._mapped: tuple[tuple[SampleRows, ...], int] | None = None
         self._scales: tuple[float, ...] | None = None
@@ -97,21 +96,23 @@ class StaticInputs:
                 return f"{', '.join(sorted(self.adapter.shared))} differ in shape or dtype"
         return None
 
+    def holds(self, samples: Sequence[GraphSample], rows: int) -> bool:
+        """Whether the conditioning of exactly these rows is there already."""
+        return self._mapped == (tuple(sample.rows for sample in samples), rows)
+
     def load(self, samples: Sequence[GraphSample], rows: int) -> None:
         """Refresh everything that a bucket of `rows` rows reads."""
-        mapped = (tuple(sample.rows for sample in samples), rows)
-        if mapped != self._mapped:
+        sizes = [len(sample.latents) for sample in samples]
+        if not self.holds(samples, rows):
+            mapped = tuple(sample.rows for sample in samples), rows
             # until all of it is there, nothing is known to be
             self._mapped = None
             self._load_rows(samples, map_rows(mapped[0], self._held, rows))
+            self._latents = list(self.latents[: sum(sizes)].split(sizes))
             self._mapped = mapped
-        offset = 0
-        for sample in samples:
-            end = offset + len(sample.latents)
-            self.latents[offset:end].copy_(sample.latents)
-            self.timestep_I[offset:end].copy_(sample.timestep_B)
-            offset = end
-        scales = tuple(s.scale for s in samples for _ in range(len(s.latents)))
+        torch._foreach_copy_(self._latents, [sample.latents for sample in samples])
+        torch.cat([s.timestep_B for s in samples], out=self.timestep_I[: sum(sizes)])
+        scales = tuple(s.scale for s, size in zip(samples, sizes) for _ in range(size))
         if scales != self._scales:
             _upload(self.scale_I[: len(scales)], list(scales))
             self._scales = scales
@@ -137,10 +138,10 @@ class StaticInputs:
         for name, row in rows.items():
             ours = self.rows[name][slot]
             if name != self.adapter.text:
-                ours.copy_(_entry(row, image))
+                ours.copy_(row[image])
                 continue
             length = row.shape[1]
-            ours[:length].copy_(_entry(row, image))
+            ours[:length].copy_(row[image])
             if self.mask_RL is not None:
                 ours[length:].zero_()
                 self._load_mask(kwargs, image, slot, length)
@@ -152,7 +153,7 @@ class StaticInputs:
         if own is None:
             mask_L[:length].fill_(True)
         else:
-            mask_L[:length].copy_(_entry(own, image))
+            mask_L[:length].copy_(own[image])
 
     def forget(self) -> None:
         """Load everything anew at the next step: what the buffers hold is not known."""
@@ -184,18 +185,13 @@ class StaticInputs:
         scale = self.scale_I[:rows].view(-1, *[1] * (prediction.ndim - 1))
         return uncond + scale * (cond - uncond)
 
-    def branch_rows(self, prediction: torch.Tensor, samples: Sequence[GraphSample]) -> list[tuple]:
-        """(cond, uncond) of each sample, ``[images, ...]`` each, taken out of the rows."""
-        images = sum(len(sample.latents) for sample in samples)
-        cond = prediction.index_select(0, self.index_3R[1, :images])
-        uncond = prediction.index_select(0, self.index_3R[2, :images])
-        sizes = [len(sample.latents) for sample in samples]
-        return list(zip(cond.split(sizes), uncond.split(sizes)))
-
-
-def _entry(rows: torch.Tensor, image: int) -> torch.Tensor:
-    """A request's images may share one entry, which then stands for all of them."""
-    return rows[image if len(rows) > 1 else 0]
+    def branch_rows(self, prediction: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cond and uncond row of each image, ``[max rows, ...]``; as meaningless at the end."""
+        rows = len(prediction)
+        return (
+            prediction.index_select(0, self.index_3R[1, :rows]),
+            prediction.index_select(0, self.index_3R[2, :rows]),
+        )
 
 
 def _upload(target: torch.Tensor, values: list) -> None:

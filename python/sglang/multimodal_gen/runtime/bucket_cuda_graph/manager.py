@@ -4,6 +4,7 @@
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -43,13 +44,13 @@ class Prediction:
 
     Attributes:
         combined: ``[images, ...]`` in fp32, at the step's scale.
-        cond, uncond: ``[images, ...]``, the DiT's own output; the same rows where the sample is
-            unguided.
+        cond, uncond: ``[images, ...]``, the DiT's own output, where it was asked for; the same
+            rows where the sample is unguided.
     """
 
     combined: torch.Tensor
-    cond: torch.Tensor
-    uncond: torch.Tensor
+    cond: torch.Tensor | None = None
+    uncond: torch.Tensor | None = None
 
 
 class BucketGraphs:
@@ -64,6 +65,7 @@ class BucketGraphs:
         dtype: torch.dtype,
         device: torch.device,
         forward: Callable[[StaticInputs, int], tuple[torch.Tensor, torch.Tensor]],
+        context: Callable[[], AbstractContextManager],
         mount: Callable[[str], None],
         recorder: Recorder,
         budget_bytes: int,
@@ -73,6 +75,7 @@ class BucketGraphs:
             guidance_rows: ``--guidance-rows``.
             dtype: of the DiT and of the latents that go into it.
             forward: static inputs and a row count to the prediction of each row and the combine.
+            context: entered around a replay, as `forward` enters it around its forward.
             mount: puts the kernel fusions of a quality level on the DiT.
         """
         self.adapter = adapter
@@ -81,6 +84,7 @@ class BucketGraphs:
         self.dtype = dtype
         self.device = device
         self.forward = forward
+        self.context = context
         self.mount = mount
         self.recorder = recorder
         self.meter = MemoryMeter(device)
@@ -93,6 +97,7 @@ class BucketGraphs:
         self.padding_rows: Counter[str] = Counter()
         self.padding = 0  # rows of the last step
         self._inputs: dict[GraphShape, StaticInputs] = {}
+        self._tokens: dict[tuple[int, ...], int] = {}
         self._weights_at: int | None = None
 
     # --- which bucket ---------------------------------------------------------------------------
@@ -135,14 +140,15 @@ class BucketGraphs:
         )
 
     def _image_tokens(self, latent_shape: tuple[int, ...]) -> int:
-        return self.adapter.image_tokens(torch.empty(1, *latent_shape, device="meta"))
+        if latent_shape not in self._tokens:
+            latents = torch.empty(1, *latent_shape, device="meta")
+            self._tokens[latent_shape] = self.adapter.image_tokens(latents)
+        return self._tokens[latent_shape]
 
     def _row_buckets(self, shape: GraphShape) -> tuple[int, ...]:
         return self.config.rows_for(self._image_tokens(shape.latent_shape))
 
-    def declared(
-        self, latent_shapes: Iterable[tuple[int, ...]], quality: str
-    ) -> list[GraphBucket]:
+    def declared(self, latent_shapes: Iterable[tuple[int, ...]], quality: str) -> list[GraphBucket]:
         """Every bucket of these resolutions, largest first."""
         buckets = []
         for latent_shape in latent_shapes:
@@ -165,8 +171,14 @@ class BucketGraphs:
 
     # --- a step ---------------------------------------------------------------------------------
 
-    def predict(self, samples: Sequence[GraphSample], quality: str) -> list[Prediction] | None:
-        """Replay the step of these samples, which share a forward; None where it runs eagerly."""
+    def predict(
+        self, samples: Sequence[GraphSample], quality: str, *, branches: bool = False
+    ) -> list[Prediction] | None:
+        """Replay the step of these samples, which share a forward; None where it runs eagerly.
+
+        Args:
+            branches: whether `Prediction.cond` and `Prediction.uncond` are wanted.
+        """
         self.padding = 0
         latent_shape = tuple(samples[0].latents.shape[1:])
         groups = [kwargs for sample in samples for kwargs in sample.branches.values()]
@@ -177,7 +189,7 @@ class BucketGraphs:
         if wanted is None:
             self._miss("too many rows" if shape else "text length")
         else:
-            predictions = self._predict_in(shape, rows, samples)
+            predictions = self._predict_in(shape, rows, samples, branches)
         self.demand.add(wanted, replayed=predictions is not None)
         return predictions
 
@@ -192,7 +204,7 @@ class BucketGraphs:
         return None if bucket is None else GraphBucket(shape=shape, rows=bucket)
 
     def _predict_in(
-        self, shape: GraphShape, rows: int, samples: Sequence[GraphSample]
+        self, shape: GraphShape, rows: int, samples: Sequence[GraphSample], branches: bool
     ) -> list[Prediction] | None:
         costs = {b.rows: graph.cost for b, graph in self.graphs.items() if b.shape == shape}
         if row_bucket(rows, list(costs)) is None:
@@ -205,13 +217,14 @@ class BucketGraphs:
             return self._miss("not captured")
         graph = self.graphs[GraphBucket(shape=shape, rows=bucket_rows)]
         inputs = self._inputs[shape]
-        for refusal in filter(None, map(inputs.refusal, samples)):
-            logger.warning("Bucket graph %s not replayed: %s", graph.bucket.label, refusal)
-            return self._miss("other inputs")
+        if not inputs.holds(samples, bucket_rows):
+            for refusal in filter(None, map(inputs.refusal, samples)):
+                logger.warning("Bucket graph %s not replayed: %s", graph.bucket.label, refusal)
+                return self._miss("other inputs")
         try:
             inputs.load(samples, bucket_rows)
             graph.replay()
-            predictions = _take(graph, inputs, samples)
+            predictions = take(graph, inputs, samples, branches=branches)
         except Exception as error:
             logger.error("A replay failed, the step runs eagerly: %s", error, exc_info=True)
             self._drop_graph(graph.bucket)
@@ -243,6 +256,7 @@ class BucketGraphs:
                 inputs,
                 lambda rows: self.forward(inputs, rows),
                 self.recorder,
+                self.context,
                 lambda seed: inputs.load(self._random_samples(bucket, seed), bucket.rows),
                 self.meter,
                 self._make_room,
@@ -350,8 +364,6 @@ class BucketGraphs:
         graph = self.graphs.pop(bucket)
         self.recorder.reset(graph.recording)
         self.budget.remove(bucket)
-        if not self.graphs:
-            self.recorder.release_pool()
 
     def _tidy(self) -> None:
         """Let go of inputs without a graph and of what captures left in the allocator."""
@@ -361,14 +373,20 @@ class BucketGraphs:
             torch.cuda.empty_cache()
 
 
-def _take(
-    graph: BucketGraph, inputs: StaticInputs, samples: Sequence[GraphSample]
+def take(
+    graph: BucketGraph,
+    inputs: StaticInputs,
+    samples: Sequence[GraphSample],
+    *,
+    branches: bool = False,
 ) -> list[Prediction]:
     """Each sample's part of the outputs, out of the way of the next replay."""
     sizes = [len(sample.latents) for sample in samples]
-    combined = graph.combined[: sum(sizes)].clone().split(sizes)
-    branches = inputs.branch_rows(graph.rows_out, samples)
-    return [Prediction(whole, *rows) for whole, rows in zip(combined, branches)]
+    wanted = [graph.combined.clone()]
+    if branches:
+        wanted += inputs.branch_rows(graph.rows_out)
+    parts = (whole[: sum(sizes)].split(sizes) for whole in wanted)
+    return [Prediction(*of_one) for of_one in zip(*parts)]
 
 
 def _mb(count: int) -> int:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How one forward becomes a graph, and how a recording that failed is undone."""
 
+import ctypes
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,59 +24,84 @@ class Recorder(Protocol):
         """A recording of `function` and what it returned: static tensors."""
 
     def reset(self, recording: Recording) -> None:
-        """Give back what the recording holds beside the pool."""
-
-    def release_pool(self) -> None:
-        """Called with no recording left: the next one begins another pool."""
+        """Give back what the recording holds; with the last one goes the pool."""
 
 
 class FullGraphRecorder:
     """One CUDA graph for the whole forward."""
 
     def __init__(self, device: torch.device):
-        self.device = device
-        self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
+        self.device = torch.device(device.type, device.index or 0)
+        self._stream = torch.cuda.Stream(self.device)
+        self._pool: tuple[int, int] | None = None  # of the next recording
+        self._pools: dict[int, tuple[int, int]] = {}  # of each recording, by its id
 
     def stream(self) -> AbstractContextManager:
         return _side_stream(self._stream)
 
-    def record(self, function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-        graph = torch.cuda.CUDAGraph()
+    def record(self, function: Callable[[], Any]) -> tuple[Recording, Any]:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
         with self.stream(), _generator_set_aside(self.device), _no_garbage_collection():
-            # other threads use the device meanwhile: their calls must not end this capture
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                output = function()
-            except BaseException:
-                self._end_failed(graph)
-                raise
+                recording, output = self._capture(function)
+                self._pools[id(recording)] = self._pool
+            finally:
+                self._leave_empty_pool()
+        return recording, output
+
+    def _capture(self, function: Callable[[], Any]) -> tuple[Recording, Any]:
+        graph = torch.cuda.CUDAGraph()
+        # other threads use the device meanwhile: their calls must not end this capture
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            output = function()
+        except BaseException:
             try:
                 graph.capture_end()
-            except BaseException:
-                _abandon_capture(self.device, self._pool)
-                raise
-        return graph, output
-
-    def _end_failed(self, graph: torch.cuda.CUDAGraph) -> None:
+            except Exception:  # what failed has made the capture invalid
+                self._abandon(graph)
+            else:
+                graph.reset()
+            raise
         try:
             graph.capture_end()
-        except Exception:  # the capture was invalid already
-            _abandon_capture(self.device, self._pool)
-        else:
-            graph.reset()
+        except BaseException:
+            self._abandon(graph)
+            raise
+        return graph, output
 
-    def reset(self, recording: torch.cuda.CUDAGraph) -> None:
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """After a capture that could not be ended.
+
+        The device's allocator is told to leave the pool and to count one graph less. The pinned
+        memory's allocator cannot be told: for good, it takes the pool for one that records, and
+        asks this graph whether a stream is its own. So the pool takes no more graphs, and the
+        graph is never destroyed.
+        """
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))
+        torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
+        torch._C._cuda_releasePool(self.device.index, self._pool)
+        self._pool = None
+
+    def reset(self, recording: Recording) -> None:
+        self._reset(recording)
+        del self._pools[id(recording)]
+        self._leave_empty_pool()
+
+    def _leave_empty_pool(self) -> None:
+        # torch gives a pool back with its last graph; it cannot be taken again
+        if self._pool not in self._pools.values():
+            self._pool = None
+
+    def _reset(self, recording: torch.cuda.CUDAGraph) -> None:
         recording.reset()
-
-    def release_pool(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
 
 
 class BreakableRecorder(FullGraphRecorder):
     """Upstream's breakable graphs: attention runs eagerly between the segments."""
 
-    def record(self, function: Callable[[], Any]) -> tuple[Recording, Any]:
+    def _capture(self, function: Callable[[], Any]) -> tuple[Recording, Any]:
         from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.breakable_cuda_graph import (  # noqa: E501
             BreakableCUDAGraph,
             BreakableCUDAGraphCapture,
@@ -91,18 +117,30 @@ class BreakableRecorder(FullGraphRecorder):
             stream=self._stream,
             capture_error_mode="thread_local",
         )
-        with self.stream(), _generator_set_aside(self.device), _no_garbage_collection():
+        failure = None
+
+        def attempt() -> Any:
+            nonlocal failure
             try:
-                with enable_breakable_cuda_graph(), capture:
-                    output = function()
-            except BaseException:
-                if capture._current_graph is not None:  # this segment could not be ended
-                    _abandon_capture(self.device, self._pool)
-                self.reset(graph)
+                return function()
+            except BaseException as error:
+                failure = error  # leaving the capture raises another, about the segment
                 raise
+
+        try:
+            with enable_breakable_cuda_graph(), capture:
+                output = attempt()
+        except BaseException:
+            unended = capture._current_graph
+            self._reset(graph)
+            if unended is not None:
+                self._abandon(unended)
+            if failure is not None:
+                raise failure from None
+            raise
         return graph, output
 
-    def reset(self, recording: Recording) -> None:
+    def _reset(self, recording: Recording) -> None:
         for segment in recording._segments:
             segment.reset()
         recording._segments.clear()
@@ -120,9 +158,6 @@ class EagerRecorder:
         return _EagerRecording(function, output), output
 
     def reset(self, recording: Recording) -> None:
-        pass
-
-    def release_pool(self) -> None:
         pass
 
 
@@ -151,8 +186,7 @@ def _generator_set_aside(device: torch.device) -> Iterator[None]:
     A capture marks the state that it registers, and one that fails leaves the mark: every later
     draw from it would raise. The copy takes the mark with it.
     """
-    index = torch.cuda.current_device() if device.index is None else device.index
-    generator = torch.cuda.default_generators[index]
+    generator = torch.cuda.default_generators[device.index]
     own = generator.graphsafe_get_state()
     generator.graphsafe_set_state(generator.clone_state())
     try:
@@ -172,10 +206,3 @@ def _no_garbage_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def _abandon_capture(device: torch.device, pool: tuple[int, int]) -> None:
-    """After a capture that could not be ended: the allocator must leave its pool."""
-    index = torch.cuda.current_device() if device.index is None else device.index
-    torch._C._cuda_endAllocateToPool(index, pool)
-    torch._C._cuda_releasePool(index, pool)

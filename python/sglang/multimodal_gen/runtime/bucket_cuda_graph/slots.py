@@ -42,9 +42,7 @@ class RowMap:
     uncond_row: list[int]
 
 
-def map_rows(
-    samples: Sequence[SampleRows], held: Sequence[Hashable | None], rows: int
-) -> RowMap:
+def map_rows(samples: Sequence[SampleRows], held: Sequence[Hashable | None], rows: int) -> RowMap:
     """Place the samples' rows in the first `rows` slots, leaving those in place that are there.
 
     Args:

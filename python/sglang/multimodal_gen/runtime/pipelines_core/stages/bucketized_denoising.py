@@ -255,14 +255,20 @@ class BucketizedDenoisingMixin:
         self, samples: Sequence[GraphSample], batches: Sequence[Req], pipeline_config: Any
     ) -> list[torch.Tensor] | None:
         """Each sample's prediction at its scale, in fp32; None where the step runs eagerly."""
-        predictions = self.graphs.predict(samples, batches[0].quality)
+        own_combine = [
+            len(sample.branches) == 2 and not is_plain(batch, pipeline_config)
+            for sample, batch in zip(samples, batches)
+        ]
+        predictions = self.graphs.predict(
+            samples, batches[0].quality, branches=any(own_combine)
+        )
         if predictions is None:
             return None
         return [
-            made.combined
-            if len(sample.branches) == 1 or is_plain(batch, pipeline_config)
-            else combine(made.cond, made.uncond, sample.scale, batch, pipeline_config)
-            for made, sample, batch in zip(predictions, samples, batches)
+            combine(made.cond, made.uncond, sample.scale, batch, pipeline_config)
+            if own
+            else made.combined
+            for made, own, sample, batch in zip(predictions, own_combine, samples, batches)
         ]
 
     def _finalize_denoising_loop(
