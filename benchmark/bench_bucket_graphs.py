@@ -11,7 +11,7 @@ GLM-Image request one after another, so its step of four images is four times it
 metric, with the device drained before and after (SGLANG_DIFFUSION_SYNC_STAGE_PROFILING=1). This
 project steps them together; its steps are timed by the loop, which stays two steps ahead of the
 device, so the first steps of a picture are left out. GLM-Image writes each prior once for all
-sides.
+sides; with --random-priors its prior tokens are drawn at random and the AR model does not run.
 
 `buckets` loads MODEL in this process and measures every bucket of each size: an eager forward of
 those rows, a replay, the time that the GPU is busy in it (the sum of its kernels), the time that
@@ -19,6 +19,7 @@ the host takes to start a step, memory and capture. Eager and replayed forwards 
 """
 
 import argparse
+import hashlib
 import json
 import statistics
 import tempfile
@@ -31,6 +32,7 @@ from common import markdown_table, print_section
 
 QUOTED = 'a shop sign that says "open until late"'
 PLAIN = "a red cube on a table"
+SEED = 7
 _AHEAD = 3  # steps that the loop begins before it waits for the first
 
 
@@ -55,11 +57,14 @@ def steps(args: argparse.Namespace) -> None:
         SGLANG_DIFFUSION_STAGE_LOGGING="1",
         SGLANG_DIFFUSION_SYNC_STAGE_PROFILING="1",
     )
+    if args.random_priors:
+        write_random_priors(Path(priors.name), args)
     options = {"env": environment, **args.engine}
     sizes = [f"{size}x{size}" for size in args.sizes]
     buckets = {"guidance_buckets": 8}
     graphs = {"bucket_graphs": "full", "bucket_graph_resolutions": sizes}
     graphs["bucket_graph_text_lengths"] = args.text_lengths
+    graphs["bucket_graph_rows"] = [2 * images for images in args.images]
     starts = {
         "upstream": lambda: Engine(args.model, upstream=True, **options),
         "upstream, breakable": lambda: Engine(
@@ -90,6 +95,20 @@ def steps(args: argparse.Namespace) -> None:
             engine.close()
 
 
+def write_random_priors(directory: Path, args) -> None:
+    """Where the probe plugin looks for what GLM-Image's AR model wrote before."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    for size in args.sizes:
+        for prompt in (PLAIN, QUOTED):
+            for image in range(max(args.images)):
+                tokens = torch.randint(128, (1, size * size // 256), generator=generator)
+                key = repr((prompt, size, size, SEED + image))
+                name = hashlib.sha256(key.encode()).hexdigest()[:16]
+                torch.save((tokens, None, None), directory / f"{name}.pt")
+
+
 def _graph_table(log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines()
     return "\n".join(line for line in lines if "row" in line and "latent" in line)
@@ -114,6 +133,7 @@ def measure(engines, size: int, args) -> None:
             num_inference_steps=args.steps,
             guidance_scale=4.0,
             num_outputs_per_prompt=configuration.images,
+            seed=SEED,
             return_trajectory_latents=False,
         )
         steps = result.metrics["steps"]
@@ -351,6 +371,7 @@ def parse_args() -> argparse.Namespace:
             command.add_argument("--steps", type=int, default=12)
             command.add_argument("--images", type=int, nargs="+", default=[1, 4])
             command.add_argument("--quoted", action="store_true", help="also quoted text")
+            command.add_argument("--random-priors", action="store_true", help="run no AR model")
             command.add_argument("--engines", nargs="+", choices=engines, default=engines)
         else:
             command.add_argument("--mode", choices=["full", "breakable"], default="full")
