@@ -11,7 +11,7 @@ from typing import Any
 
 from sglang.multimodal_gen.configs.glm_image_prior import SOURCE_IMAGES_KEY, prior_config
 from sglang.multimodal_gen.configs.guidance import guidance_is_on
-from sglang.multimodal_gen.guidance_buckets.server_hooks import our_arguments
+from sglang.multimodal_gen.guidance_buckets.argument_hooks import our_arguments
 
 
 def keep_our_arguments(original, server_args: Any, role_type: Any, **overrides: Any):

@@ -41,21 +41,21 @@ GUIDANCE_HOOKS = (
     Hook(
         f"{_GEN}.runtime.server_args.server_args.ServerArgs.add_cli_args",
         "after",
-        "server_hooks:add_flags",
+        "argument_hooks:add_flags",
         ("parser",),
         "the --guidance-* flags",
     ),
     Hook(
         f"{_GEN}.runtime.server_args.server_args.ServerArgs.from_dict",
         "around",
-        "server_hooks:from_dict",
+        "argument_hooks:from_dict",
         ("kwargs",),
         "flags and config file: keep the --guidance-* values, check them",
     ),
     Hook(
         f"{_GEN}.runtime.server_args.server_args.ServerArgs.from_kwargs",
         "around",
-        "server_hooks:from_kwargs",
+        "argument_hooks:from_kwargs",
         ("kwargs",),
         "DiffGenerator: the same for Python keywords",
     ),
@@ -65,6 +65,13 @@ GUIDANCE_HOOKS = (
         "server_hooks:bucketize_pipeline",
         ("server_args",),
         "make the denoising stage obey plans, or refuse to start",
+    ),
+    Hook(
+        f"{_GEN}.runtime.managers.gpu_worker.GPUWorker.init_device_and_model",
+        "after",
+        "server_hooks:capture_bucket_graphs",
+        ("self",),
+        "capture bucket graphs once the model is loaded, before the server is ready",
     ),
     Hook(
         f"{_GEN}.runtime.managers.scheduler.Scheduler._normalize_received_payload",
@@ -79,6 +86,13 @@ GUIDANCE_HOOKS = (
         "server_hooks:run_event_loop",
         ("self",),
         "with --max-running-samples: the loop of continuous batching",
+    ),
+    Hook(
+        f"{_GEN}.runtime.managers.scheduler.Scheduler._dispatch_single_request",
+        "before",
+        "server_hooks:drop_bucket_graphs",
+        ("self", "req_or_group"),
+        "drop bucket graphs before a control request changes or moves the weights",
     ),
     Hook(
         f"{_GEN}.runtime.managers.scheduler.Scheduler._build_dynamic_batch_signature",

@@ -61,6 +61,18 @@ def combine(
     return pipeline_config.postprocess_cfg_noise(StepScaleView(batch, scale), combined, cond)
 
 
+def is_plain(batch: Any, pipeline_config: Any) -> bool:
+    """Whether `combine` is the formula alone for this request, without a post-process."""
+    from sglang.multimodal_gen.configs.pipeline_configs.base import PipelineConfig
+
+    own = type(pipeline_config).postprocess_cfg_noise
+    return not (
+        (batch.cfg_normalization and float(batch.cfg_normalization) > 0)
+        or batch.guidance_rescale > 0
+        or own is not PipelineConfig.postprocess_cfg_noise
+    )
+
+
 def _limit_norm(combined, cond, factor: float, batch) -> torch.Tensor:
     """Shrink each image's prediction to at most `factor` times the norm of its cond branch."""
     limit = _norm(cond, batch) * factor

@@ -230,6 +230,8 @@ class BucketScheduler:
         self.runner.stage.forget_packed()
         if self.runner.decodes or self.priors:
             self.scheduler._wait_idle(BUSY_SECONDS)
+        elif not self.waiting and self.runner.capture_graph():
+            return  # one at a time: look for requests first
         elif self.alone and self.server_args.sleep_on_idle:
             self.scheduler._wait_idle(IDLE_SECONDS)
         self.worker.release_cache_if_idle()

@@ -124,6 +124,11 @@ class SampleRunner:
         while len(self._steps_in_flight) > _MAX_STEPS_AHEAD:
             self._steps_in_flight.popleft().synchronize()
 
+    def capture_graph(self) -> bool:
+        """At an idle moment: capture the bucket that most of the traffic misses, if any."""
+        graphs = self.stage.graphs
+        return graphs is not None and not self.worker.is_sleeping() and graphs.capture_next()
+
     # --- after denoising ------------------------------------------------------------------------
 
     def finish(self, running: Running, answer: Answer) -> None:

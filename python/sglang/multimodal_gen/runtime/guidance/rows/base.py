@@ -41,6 +41,11 @@ class RowAdapter(ABC):
 
     can_mask: bool = True  # whether padded text can be masked in this layout of ranks
 
+    # bucket CUDA graphs: families that set this implement `example`
+    in_graphs: ClassVar[bool] = False
+    unpadded_text_length: int | None = None  # of a text that nothing pads or masks
+    pads_text: ClassVar[bool] = True  # False: every text has that length
+
     def __init__(self, dit: torch.nn.Module):
         self.dit = dit
 
@@ -75,6 +80,33 @@ class RowAdapter(ABC):
     def attend(self, packed: PackedRows) -> AbstractContextManager:
         """Entered around a packed forward, for a family whose forward takes no mask."""
         return nullcontext()
+
+    def row_tensors(self, kwargs: BranchKwargs) -> dict[str, torch.Tensor]:
+        """A group's conditioning that has one entry an image: what differs from row to row."""
+        rows = {name: kwargs[name] for name in sorted(self.stacked & kwargs.keys())}
+        return {name: row for name, row in rows.items() if row is not None} | {
+            self.text: self.text_of(kwargs)
+        }
+
+    def shared_values(self, kwargs: BranchKwargs) -> BranchKwargs:
+        """A group's conditioning that is the same for all rows."""
+        return {name: kwargs[name] for name in sorted(self.shared & kwargs.keys())}
+
+    def example(
+        self,
+        latent_shape: tuple[int, ...],
+        text_length: int,
+        dtype: torch.dtype,
+        generator: torch.Generator,
+    ) -> BranchKwargs:
+        """Random conditioning of one image, in the shapes and dtypes of a request's.
+
+        Args:
+            latent_shape: of one image, without the batch dimension.
+            dtype: of the DiT.
+            generator: on the DiT's device; the default generator stays as it is.
+        """
+        raise NotImplementedError
 
     def image_tokens(
         self, latents: torch.Tensor, image_latent: torch.Tensor | None = None

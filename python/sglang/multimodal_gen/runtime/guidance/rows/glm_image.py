@@ -23,6 +23,8 @@ class GlmImageRowAdapter(RowAdapter):
     dit_class = "GlmImageTransformer2DModel"
     stacked = frozenset({"prior_token_id", "prior_token_drop", "target_size", "crop_coords"})
     shared = frozenset({"freqs_cis"})
+    in_graphs = True
+    unpadded_text_length = 1  # without quoted text the glyph text is its end token alone
 
     def __init__(self, dit: torch.nn.Module):
         super().__init__(dit)
@@ -36,6 +38,36 @@ class GlmImageRowAdapter(RowAdapter):
         return super().refusal(
             [{k: v for k, v in kwargs.items() if k != "kv_caches_mode"} for kwargs in groups]
         )
+
+    def example(
+        self,
+        latent_shape: tuple[int, ...],
+        text_length: int,
+        dtype: torch.dtype,
+        generator: torch.Generator,
+    ) -> BranchKwargs:
+        device = generator.device
+        _, height, width = latent_shape
+        tokens = height * width // self.dit.patch_size**2
+        text_BLD = torch.randn(
+            1, text_length, self.dit.text_embed_dim,
+            generator=generator, device=device, dtype=dtype,
+        )
+        codes = self.dit.prior_token_embedding.num_embeddings
+        drop = torch.rand((), generator=generator, device=device) < 0.5
+        size_12 = torch.tensor([[height, width]], device=device, dtype=dtype) * 8  # pixels
+        return {
+            "encoder_hidden_states": text_BLD,
+            "prior_token_id": torch.randint(
+                codes, (1, tokens), generator=generator, device=device
+            ),
+            "prior_token_drop": drop.expand(1, tokens),
+            "target_size": size_12,
+            "crop_coords": torch.zeros_like(size_12),
+            "freqs_cis": self.dit.rotary_emb(
+                torch.empty(1, 1, height, width, device=device, dtype=dtype)
+            ),
+        }
 
     def _mask_attention(self, attention: torch.nn.Module) -> None:
         forward = attention.forward

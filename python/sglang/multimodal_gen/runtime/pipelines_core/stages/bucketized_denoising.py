@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A denoising stage that obeys a bucket plan: each step at its own scale, with its own rows."""
 
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +14,11 @@ from sglang.multimodal_gen.configs.guidance import (
     GuidanceSchedule,
     branches_of,
 )
+from sglang.multimodal_gen.runtime.bucket_cuda_graph import (
+    BucketGraphs,
+    GraphSample,
+    publish_graphs,
+)
 from sglang.multimodal_gen.runtime.distributed.cfg_parallel_utils import run_cfg_parallel
 from sglang.multimodal_gen.runtime.distributed.cfg_policy import CFGBranch, CFGPolicy
 from sglang.multimodal_gen.runtime.distributed.parallel_state import (
@@ -19,7 +26,7 @@ from sglang.multimodal_gen.runtime.distributed.parallel_state import (
     get_replica_group,
 )
 from sglang.multimodal_gen.runtime.guidance.agreement import agree_on_plan
-from sglang.multimodal_gen.runtime.guidance.combine import combine
+from sglang.multimodal_gen.runtime.guidance.combine import combine, is_plain
 from sglang.multimodal_gen.runtime.guidance.plan import OPTIONS_KEY, PLAN_KEY, BucketPlan
 from sglang.multimodal_gen.runtime.guidance.report import (
     RowCounter,
@@ -49,10 +56,18 @@ RUN_KEY = "guided_run"  # in DenoisingContext.extra
 
 @dataclass
 class GuidedRun:
-    """One request's way through its plan."""
+    """One request's way through its plan.
+
+    Attributes:
+        packed: both branches' conditioning; None: one forward a branch.
+        in_graphs: whether its steps may replay bucket graphs.
+        serial: no other run ever has it.
+    """
 
     schedule: GuidanceSchedule
-    packed: PackedRows | None  # both branches' conditioning; None: one forward a branch
+    packed: PackedRows | None
+    in_graphs: bool = False
+    serial: int = field(default_factory=itertools.count().__next__)
     counter: RowCounter = field(default_factory=RowCounter)
 
 
@@ -63,6 +78,7 @@ class BucketizedDenoisingMixin:
     """
 
     row_adapter: RowAdapter | None = None
+    graphs: BucketGraphs | None = None  # set when the model is loaded, where there are any
     _run: GuidedRun | None = None  # of the request whose step runs now
 
     def _before_denoising_loop(
@@ -80,6 +96,7 @@ class BucketizedDenoisingMixin:
             ctx.extra[RUN_KEY] = GuidedRun(
                 schedule=GuidanceSchedule(bucket_ids=sample.bucket_ids, scales=sample.scales),
                 packed=self._pack(ctx, batch, server_args),
+                in_graphs=self._in_graphs(ctx, batch),
             )
         except Exception as error:
             logger.error("No step can be run of request %s", batch.request_id, exc_info=True)
@@ -104,6 +121,23 @@ class BucketizedDenoisingMixin:
             image_tokens=self.row_adapter.image_tokens(ctx.latents, batch.image_latent),
         )
         return self.row_adapter.pack(groups) if packs else None
+
+    def _in_graphs(self, ctx: DenoisingContext, batch: Req) -> bool:
+        groups = [branch.kwargs for branch in ctx.cfg_policy.branches]
+        return (
+            self.graphs is not None
+            and batch.image_latent is None
+            and batch.attention_backend_override is None
+            and not batch.skip_softmax_params
+            and self.row_adapter.refusal(groups) is None
+        )
+
+    def mount(self, batch: Req) -> None:
+        """Put the attention backend and the kernel fusions on the DiT that a request asks for."""
+        self._maybe_override_attention_backend(
+            batch, force_fa_for_self_attention=bool(batch.skip_softmax_params)
+        )
+        self._maybe_toggle_quality_fusions(batch)
 
     def _run_denoising_step(
         self,
@@ -190,6 +224,17 @@ class BucketizedDenoisingMixin:
 
         branches = {_branch_name(branch): branch for branch in cfg_policy.branches}
         needed = branches_of(scale)
+        if run.in_graphs and (len(needed) == 1 or run.packed is not None):
+            sample = graph_sample(
+                run, latent_model_input, timestep, scale, lambda name: branches[name].kwargs
+            )
+            replayed = self._replay([sample], [batch], pipeline_config)
+            if replayed is not None:
+                for name in needed:
+                    run.counter.add(name, len(latents))
+                return replayed[0]
+        elif self.graphs is not None:
+            self.graphs.count_alone()
         # under CFG parallel a rank without a branch of its own runs one whose output is dropped
         used = not server_args.enable_cfg_parallel or (
             get_classifier_free_guidance_rank() < len(needed)
@@ -206,6 +251,26 @@ class BucketizedDenoisingMixin:
             cond, uncond = map(predict_branch, cfg_policy.branches)
         return combine(cond, uncond, scale, batch, pipeline_config)
 
+    def _replay(
+        self, samples: Sequence[GraphSample], batches: Sequence[Req], pipeline_config: Any
+    ) -> list[torch.Tensor] | None:
+        """Each sample's prediction at its scale, in fp32; None where the step runs eagerly."""
+        own_combine = [
+            len(sample.branches) == 2 and not is_plain(batch, pipeline_config)
+            for sample, batch in zip(samples, batches)
+        ]
+        predictions = self.graphs.predict(
+            samples, batches[0].quality, branches=any(own_combine)
+        )
+        if predictions is None:
+            return None
+        return [
+            combine(made.cond, made.uncond, sample.scale, batch, pipeline_config)
+            if own
+            else made.combined
+            for made, own, sample, batch in zip(predictions, own_combine, samples, batches)
+        ]
+
     def _finalize_denoising_loop(
         self, ctx: DenoisingContext, batch: Req, server_args: ServerArgs
     ) -> None:
@@ -217,7 +282,28 @@ class BucketizedDenoisingMixin:
                     batch.extra[OPTIONS_KEY]["curve"], run.schedule, rows, len(ctx.latents)
                 )
                 publish_report(batch, report, rows)
+                if self.graphs is not None:
+                    publish_graphs(self.graphs)
         super()._finalize_denoising_loop(ctx, batch, server_args)
+
+
+def graph_sample(
+    run: GuidedRun,
+    latents: torch.Tensor,
+    timestep_B: torch.Tensor,
+    scale: float,
+    kwargs_of: Callable[[str], dict[str, Any]],
+) -> GraphSample:
+    """A step of one sample, as bucket graphs take it."""
+    needed = branches_of(scale)
+    branches = [name for name in (UNCOND_BRANCH, COND_BRANCH) if name in needed]
+    return GraphSample(
+        serial=run.serial,
+        latents=latents,
+        timestep_B=timestep_B,
+        scale=scale,
+        branches={name: kwargs_of(name) for name in branches},
+    )
 
 
 def _branch_name(branch: CFGBranch) -> str:
@@ -244,3 +330,9 @@ def bucketize_stage(
     stage.row_adapter = build_row_adapter(stage.transformer)
     rows = "one forward a branch" if stage.row_adapter is None else "packed rows"
     logger.info("Guidance buckets: %s, %s", cls.__name__, rows)
+
+
+def bucketized_stages(pipeline: Any) -> list[BucketizedDenoisingMixin]:
+    """The stages of a pipeline that obey plans, seen through a wrapper that routes by request."""
+    stages = [getattr(stage, "standard_stage", stage) for stage in pipeline.stages]
+    return [stage for stage in stages if isinstance(stage, BucketizedDenoisingMixin)]

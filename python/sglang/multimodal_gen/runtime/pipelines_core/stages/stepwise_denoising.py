@@ -27,6 +27,7 @@ from sglang.multimodal_gen.runtime.pipelines_core.stages.bucketized_denoising im
     RUN_KEY,
     BucketizedDenoisingMixin,
     GuidedRun,
+    graph_sample,
 )
 from sglang.multimodal_gen.runtime.pipelines_core.stages.denoising import (
     DenoisingContext,
@@ -160,6 +161,7 @@ class StepwiseDenoisingMixin(BucketizedDenoisingMixin):
                 moved and can be stepped again.
         """
         ctx = samples[0].ctx
+        self.mount(samples[0].batch)  # the samples of the last step may have asked for others
         with autocast_context(
             ctx.target_dtype, server_args.disable_autocast, enabled=ctx.autocast_enabled
         ):
@@ -173,6 +175,7 @@ class StepwiseDenoisingMixin(BucketizedDenoisingMixin):
                 self._record_trajectory(sample.ctx, state, sample.batch, server_args)
                 sample.step += 1
                 sample.progress.update()
+            self.padded_rows = 0 if self.graphs is None else self.graphs.padding
 
     def prepare_step(self, samples: Sequence[RunningSample], server_args: ServerArgs) -> None:
         """Everything of the next step that can fail before its forward."""
@@ -209,6 +212,15 @@ class StepwiseDenoisingMixin(BucketizedDenoisingMixin):
             for sample, state in zip(samples, states)
         }
         groups = self._row_groups(samples, server_args)
+        if all(sample.run.in_graphs for sample in samples):
+            graph_samples = [
+                graph_sample(s.run, *inputs[id(s)], s.scale, s.kwargs_of) for s in samples
+            ]
+            batches = [sample.batch for sample in samples]
+            replayed = self._replay(graph_samples, batches, server_args.pipeline_config)
+            if replayed is not None:
+                self._count(groups, server_args)
+                return replayed
         packed = self._pack_groups(groups)
         first = samples[0]
         with (
