@@ -1,5 +1,6 @@
 """AR server, head and two denoisers, all real."""
 
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -63,6 +64,15 @@ def test_three_sizes_at_once(topology, alone):
     for answer, request in zip(got, requests):
         (wanted,) = pngs(alone.generate(**request))
         assert np.abs(pixels(pngs(answer)[0]) - pixels(wanted)).max() <= 1
+
+
+def test_a_denoiser_runs_several_samples_at_once(topology):
+    requests = [dict(prompt=f"cat {i}", seed=i, num_inference_steps=300) for i in range(6)]
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(lambda request: topology.head.generate(**request), requests))
+    logs = "".join(denoiser.log.read_text() for denoiser in topology.denoisers)
+    shared = [float(samples) for samples in re.findall(r"steps/s of (\S+) samples", logs)]
+    assert max(shared) > 1.5
 
 
 def test_one_fault_is_one_requests(topology):
