@@ -9,6 +9,7 @@ from openai import OpenAI
 from PIL import Image
 
 from harness.batching import assert_same_pictures, mixed_requests, together, trace_events
+from harness.processes import probe_environment
 from harness.server import FP32_FLAGS, Server, pixels, pngs
 
 ALONE = ("--guidance-buckets", "8", "--max-running-samples", "0")
@@ -29,7 +30,8 @@ def solo(solo_server):
 
 @pytest.fixture(scope="module")
 def cfg_parallel(glm):
-    with Server(glm, *CFG_PARALLEL, *FP32_FLAGS) as started:
+    environment = probe_environment(PROBE_FAIL="1")
+    with Server(glm, *CFG_PARALLEL, *FP32_FLAGS, env=environment) as started:
         yield started
 
 
@@ -41,16 +43,26 @@ def test_each_picture_equals_its_solo_run(request, layout, solo):
     assert_same_pictures(together(server, bodies[::-1], spread=2.0), solo[::-1])
 
 
+def test_one_rank_decodes_and_fails(cfg_parallel, solo):
+    """Under CFG parallel the other rank waits while the first decodes."""
+    bodies = mixed_requests()[:2] + [dict(prompt="fail in decode", num_inference_steps=4)]
+    *got, failed = together(cfg_parallel, bodies)
+    assert_same_pictures(got, solo[:2])
+    assert failed.status == 500
+
+
 def test_join_and_leave_at_every_step(probed, solo_server):
     """One-step requests join a long one at each of its steps, and leave it again."""
     long = dict(
         guidance_curve="front:3:1@0.5", num_inference_steps=12, seed=1, prompt="slow step"
     )
-    short = dict(guidance_curve="constant:2", num_inference_steps=1, seed=2, prompt="short")
-    wanted = [solo_server.generate(**long), solo_server.generate(**short)]
-    bodies = [long] + [short] * 16
-    got = together(probed, bodies, every=0.45)
-    assert_same_pictures(got, [wanted[0]] + [wanted[1]] * 16)
+    shorts = [
+        dict(guidance_curve="constant:2", num_inference_steps=1, seed=i, prompt=f"short {quote}")
+        for i, quote in enumerate(["", '"a"', '"b"', '"c d"'])
+    ]
+    wanted_long, *wanted = [solo_server.generate(**body) for body in (long, *shorts)]
+    got = together(probed, [long] + shorts * 4, every=0.45)
+    assert_same_pictures(got, [wanted_long] + wanted * 4)
     events = [event for event in trace_events(probed.trace) if event["name"].startswith("bucket")]
     lane = max(events, key=lambda event: event["args"]["step"])["tid"]
     at = {event["ts"]: event["args"]["step"] for event in events if event["tid"] == lane}

@@ -138,8 +138,10 @@ def test_each_picture_equals_its_solo_run_on_two_ranks(ranks, server):
     assert_same_pictures(together(ranks, bodies, spread=1.0), wanted)
 
 
-@pytest.mark.parametrize("where", ["prepare", "row", "row on rank 1"])
-def test_failures_before_a_forward_are_agreed(ranks, server, where):
+@pytest.mark.parametrize(
+    "where", ["prepare", "row", "row on rank 1", "decode", "decode on rank 1"]
+)
+def test_failures_around_a_forward_are_agreed(ranks, server, where):
     wanted = server.generate(**GOOD)
     bodies = [GOOD, dict(GOOD, prompt=f"fail in {where}"), GOOD]
     first, failed, last = together(ranks, bodies)

@@ -46,6 +46,21 @@ def test_ten_small_requests_and_a_large_one_hold_back_neither(large_seconds):
     assert abs(got["small"] - got["large"]) <= large_seconds + 0.07
 
 
+def test_turns_are_fair_where_a_step_is_paid_for_while_the_next_is_launched():
+    """On a device: the loop waits for the step before, and charges that wait to its key."""
+    samples = [candidate("S", "small"), candidate("L", "large", arrival=1)]
+    seconds_of, launch_seconds = {"small": 0.015, "large": 0.25}, 0.005
+    turns, got, before = FairTurns(), {"small": 0.0, "large": 0.0}, None
+    while sum(got.values()) < 40:
+        key = turns.next_group(samples, 16)[0].key
+        turns.charge(key, launch_seconds)
+        if before is not None:
+            turns.charge(before, seconds_of[before] - launch_seconds)
+            got[before] += seconds_of[before]
+        before = key
+    assert abs(got["small"] - got["large"]) <= 0.5
+
+
 def test_nobody_waits_longer_than_one_step_of_each_other_key():
     samples = [candidate(key, key, arrival=i) for i, key in enumerate("abcde")]
     turns, waits = FairTurns(), dict.fromkeys("abcde", 0)

@@ -90,6 +90,8 @@ def server_args(**attributes):
         guidance_trace=None,
         batching_max_size=1,
         batching_delay_ms=0,
+        use_fsdp_inference=False,
+        residency_mode=lambda component: "resident",
     )
     return SimpleNamespace(**{**defaults, **attributes})
 
@@ -115,3 +117,19 @@ def test_roles_of_glm_image(role):
 def test_other_roles_are_refused(attributes, message):
     with pytest.raises(GuidanceUnsupported, match=message):
         check_server_args(server_args(**attributes))
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        (dict(batching_max_size=2), "it batches by itself"),
+        (dict(batching_delay_ms=5), "it batches by itself"),
+        (dict(use_fsdp_inference=True), "--use-fsdp-inference"),
+        (dict(residency_mode=lambda component: "component-offload"), "an offloaded DiT"),
+    ],
+    ids=str,
+)
+def test_what_several_samples_do_not_combine_with(attributes, message):
+    check_server_args(server_args(**attributes))
+    with pytest.raises(GuidanceUnsupported, match=message):
+        check_server_args(server_args(max_running_samples=8, **attributes))

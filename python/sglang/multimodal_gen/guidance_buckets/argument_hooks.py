@@ -73,8 +73,8 @@ def add_flags(_parser: Any, parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="Continuous batching: up to N requests advance step by step, sharing forwards "
-        f"(default: {DEFAULT_RUNNING_SAMPLES}; 0 with --batching-max-size or --batching-delay-ms). "
-        "0 runs one request at a time, as upstream.",
+        f"(default: {DEFAULT_RUNNING_SAMPLES}; 0 with --batching-max-size or --batching-delay-ms, "
+        "or where the DiT is offloaded). 0 runs one request at a time, as upstream.",
     )
     group.add_argument(
         "--max-rows",
@@ -173,8 +173,10 @@ def _with_guidance(server_args: Any, given: dict[str, Any]):
     if isinstance(given.get("guidance_curve"), list):  # from a config file
         given["guidance_curve"] = json.dumps(given["guidance_curve"])
     if given.get("guidance_buckets") and "max_running_samples" not in given:
-        merges = server_args.batching_max_size > 1 or server_args.batching_delay_ms > 0
-        given["max_running_samples"] = 0 if merges else DEFAULT_RUNNING_SAMPLES
+        from sglang.multimodal_gen.runtime.guidance.support import loop_obstacles
+
+        steps = not loop_obstacles(server_args)
+        given["max_running_samples"] = DEFAULT_RUNNING_SAMPLES if steps else 0
     config = GuidanceConfig(
         **{_ARGUMENTS[name]: value for name, value in given.items() if name in _ARGUMENTS}
     )

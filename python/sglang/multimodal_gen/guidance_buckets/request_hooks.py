@@ -6,6 +6,7 @@ import json
 from contextvars import ContextVar
 from typing import Any
 
+from sglang.multimodal_gen.configs.glm_image_prior import prior_config
 from sglang.multimodal_gen.configs.guidance import REQUEST_FIELDS, guidance_is_on
 from sglang.multimodal_gen.guidance_buckets.disagg_hooks import carry_source_images
 
@@ -32,7 +33,8 @@ def json_fields(kwargs: dict[str, Any], request: Any, *_args, **_kwargs) -> None
 
 async def remember_form_fields(original, request: Any, prompt: str, *, task: str, **kwargs) -> str:
     """AROUND maybe_enhance_prompt: the one earlier call of the edits route with the raw request."""
-    _raw_request.set(request)
+    # a video's job goes on after its request was answered
+    _raw_request.set(request if task in ("image", "image_edit") else None)
     if task == "image_edit":
         _form_fields.set(form_fields(await request.form()))
     return await original(request, prompt, task=task, **kwargs)
@@ -74,8 +76,9 @@ async def abort_when_disconnected(original, scheduler_client: Any, batch: Any, *
 
     request = _raw_request.get()
     server_args = get_global_server_args()
-    steps = getattr(server_args, "max_running_samples", 0) and not server_args.denoiser_urls
-    if request is None or not steps:
+    # a head takes a request off the AR server, whatever its denoisers do
+    head = server_args.denoiser_urls and prior_config(server_args) is not None
+    if request is None or not (getattr(server_args, "max_running_samples", 0) or head):
         return await original(scheduler_client, batch, **kwargs)
     work = asyncio.ensure_future(original(scheduler_client, batch, **kwargs))
     while not work.done():

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from sglang.multimodal_gen.runtime.distributed.parallel_state import get_replica_group
 from sglang.multimodal_gen.runtime.guidance.plan import BucketPlan
 
+AGREE_SECONDS = 8.0  # how long a rank that failed waits for the others
 _REFUSED = bytes(32)  # the digest of no plan
 
 

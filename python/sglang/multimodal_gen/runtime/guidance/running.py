@@ -96,6 +96,10 @@ def requests_of(item: Any) -> list[Req]:
     return []
 
 
+def images_of(item: Any) -> int:
+    return sum(max(1, int(req.num_outputs_per_prompt or 1)) for req in requests_of(item))
+
+
 def joins(item: Any) -> bool:
     """Whether all of an item can advance step by step beside others."""
     requests = requests_of(item)

@@ -33,13 +33,27 @@ def check_server_args(server_args: Any) -> None:
         GuidanceUnsupported: naming every obstacle.
     """
     _raise_for(list(_server_obstacles(server_args)))
-    if server_args.max_running_samples and (
-        server_args.batching_max_size > 1 or server_args.batching_delay_ms > 0
-    ):
+    obstacles = loop_obstacles(server_args) if server_args.max_running_samples else []
+    if obstacles:
         raise GuidanceUnsupported(
-            "--max-running-samples does not combine with --batching-max-size above 1 or a "
-            "batching delay: it batches by itself"
+            "--max-running-samples does not combine with " + "; ".join(obstacles)
         )
+
+
+def loop_obstacles(server_args: Any) -> list[str]:
+    """What keeps a server from stepping several requests at once."""
+    from sglang.multimodal_gen.runtime.server_args.server_args import RESIDENT
+
+    obstacles = []
+    if server_args.batching_max_size > 1 or server_args.batching_delay_ms > 0:
+        obstacles.append(
+            "--batching-max-size above 1 or a batching delay: it batches by itself"
+        )
+    if server_args.use_fsdp_inference:
+        obstacles.append("--use-fsdp-inference (weights would be gathered for each step)")
+    elif server_args.residency_mode("transformer") != RESIDENT:
+        obstacles.append("an offloaded DiT (it would be moved for each step)")
+    return obstacles
 
 
 def check_stepwise(stages: list[Any]) -> None:

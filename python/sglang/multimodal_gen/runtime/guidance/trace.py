@@ -5,6 +5,10 @@ import json
 import time
 from typing import Any, TextIO
 
+from sglang.multimodal_gen.runtime.utils.logging_utils import init_logger
+
+logger = init_logger(__name__)
+
 
 class ScheduleTrace:
     """Writes one event a line; the file is valid for a viewer at any time.
@@ -29,7 +33,10 @@ class ScheduleTrace:
             "dur": round((end - start) * 1e6),
             "args": args,
         }
-        self._file.write(json.dumps(event) + ",\n")
+        try:
+            self._file.write(json.dumps(event) + ",\n")
+        except OSError as error:  # a full disk stops the trace, not the server
+            logger.error("The trace has a gap: %s", error)
 
     def close(self) -> None:
         self._file.close()

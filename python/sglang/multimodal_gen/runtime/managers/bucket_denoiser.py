@@ -19,6 +19,9 @@ from sglang.multimodal_gen.runtime.managers.bucket_scheduler import (
 from sglang.multimodal_gen.runtime.managers.scheduler import Scheduler
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import OutputBatch, Req
 from sglang.multimodal_gen.runtime.platforms import current_platform
+from sglang.multimodal_gen.runtime.utils.logging_utils import init_logger
+
+logger = init_logger(__name__)
 
 
 class BucketDenoiser(BucketScheduler):
@@ -30,7 +33,7 @@ class BucketDenoiser(BucketScheduler):
         self._arrived: list[list[bytes]] = []
 
     def _receive(self) -> None:
-        requests = [self._build(frames) for frames in self._take_frames()] if self.decides else []
+        requests = self._build_arrived() if self.decides else []
         if not self.alone:
             (count,) = self.scheduler._broadcast_to_all_ranks([len(requests)])
             requests = requests or [None] * count
@@ -51,19 +54,31 @@ class BucketDenoiser(BucketScheduler):
             except queue.Empty:
                 return frames
 
-    def _build(self, frames: list[bytes]) -> Req:
+    def _build_arrived(self) -> list[Req]:
         device = f"{current_platform.device_type}:{self.worker.local_rank}"
-        tensors, fields = unpack_tensors(frames, device=device)
-        return self.scheduler._build_disagg_req(fields, tensors)
+        requests = []
+        for frames in self._take_frames():
+            fields = {}
+            try:
+                tensors, fields = unpack_tensors(frames, device=device)
+                request_id = fields.get("request_id")
+                requests.append(self.scheduler._build_disagg_req(fields, tensors))
+            except Exception as error:
+                logger.error("A request of the head cannot be read", exc_info=True)
+                if fields:
+                    self._send({}, {"request_id": request_id, "error": str(error)})
+        return requests
 
     def _wait(self) -> None:
         self.runner.stage.forget_packed()
+        work = self.scheduler._compute_ready_queue if self.decides else None
+        if self.decides and work.empty() and not self.runner.decodes:
+            if self.runner.capture_graph():
+                return  # one at a time: look for requests first
         if self.decides:
             seconds = BUSY_SECONDS if self.runner.decodes else IDLE_SECONDS
             try:
-                self._arrived.append(
-                    self.scheduler._compute_ready_queue.get(timeout=seconds)[1]
-                )
+                self._arrived.append(work.get(timeout=seconds)[1])
             except queue.Empty:
                 pass
         self.worker.release_cache_if_idle()
@@ -85,12 +100,11 @@ class BucketDenoiser(BucketScheduler):
             and [one and one.to_dict() for one in output.metrics_list],
             "peak_memory_mb": output.peak_memory_mb,
         }
-        with self.scheduler._socket_lock:
-            send_tensors(
-                self.scheduler._pool_result_push,
-                tensors,
-                {name: value for name, value in fields.items() if value is not None},
-            )
+        self._send(tensors, {name: value for name, value in fields.items() if value is not None})
         record = self.scheduler._disagg_metrics
         done = record.record_request_failed if output.error else record.record_request_complete
         done(fields["request_id"])
+
+    def _send(self, tensors: dict[str, Any], fields: dict[str, Any]) -> None:
+        with self.scheduler._socket_lock:
+            send_tensors(self.scheduler._pool_result_push, tensors, fields)

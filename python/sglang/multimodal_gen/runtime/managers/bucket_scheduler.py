@@ -10,6 +10,7 @@ nothing.
 
 import time
 from collections import deque
+from collections.abc import Hashable
 from concurrent.futures import Future
 from typing import Any
 
@@ -20,6 +21,7 @@ from sglang.multimodal_gen.runtime.distributed.utils import broadcast_pyobj
 from sglang.multimodal_gen.runtime.entrypoints.control_requests import ListLorasReq
 from sglang.multimodal_gen.runtime.guidance.abort import AbortReq
 from sglang.multimodal_gen.runtime.guidance.agreement import (
+    AGREE_SECONDS,
     PlanMismatch,
     RanksLost,
     agree_on_plan,
@@ -32,7 +34,9 @@ from sglang.multimodal_gen.runtime.guidance.running import (
     Decision,
     Running,
     has_request_id,
+    images_of,
     joins,
+    label,
     requests_of,
 )
 from sglang.multimodal_gen.runtime.guidance.trace import ScheduleTrace
@@ -51,7 +55,6 @@ logger = init_logger(__name__)
 IDLE_SECONDS = 1.0  # a new request ends the wait
 BUSY_SECONDS = 0.001  # something that no socket tells of is on its way
 _MAX_RECEIVE_ERRORS = 3  # in a row, as upstream
-_AGREE_SECONDS = 8.0  # a rank that failed alone ends its worker after this
 
 
 class BucketScheduler:
@@ -104,6 +107,8 @@ class BucketScheduler:
             if self.metrics is not None:
                 self.metrics.observe(running=len(self.running), waiting=len(self.waiting))
         self.runner.close()
+        for identity, item, _ in self.waiting:
+            self._answer((identity, item), failure(item, "the server shuts down"))
         scheduler._drain_deferred_replies()
         if self.fetcher is not None:
             self.fetcher.close()
@@ -124,7 +129,8 @@ class BucketScheduler:
         except Exception:
             self.receive_errors += 1
             logger.exception("Error receiving requests (%d in a row)", self.receive_errors)
-            if self.receive_errors >= _MAX_RECEIVE_ERRORS:
+            # the other ranks of several still wait for what was to be received
+            if not self.alone or self.receive_errors >= _MAX_RECEIVE_ERRORS:
                 raise
             return
         for identity, item in received:
@@ -173,7 +179,8 @@ class BucketScheduler:
 
     def _decide_admission(self) -> Decision | None:
         """The oldest waiting item that can go on now."""
-        free = self.server_args.max_running_samples - len(self.running)
+        running = sum(running.sample.images for running in self.running.values())
+        free = self.server_args.max_running_samples - running
         for index, (_, item, _) in enumerate(self.waiting):
             if not joins(item):
                 # what changes the weights waits for the running samples and holds the others back
@@ -184,9 +191,10 @@ class BucketScheduler:
             priors = self.priors.get(id(item))
             if priors is not None and not priors.done():
                 continue
-            if self.running and len(requests_of(item)) > free:
+            failed = priors is not None and priors.exception() is not None
+            if self.running and images_of(item) > free and not failed:
                 if free > 0:
-                    return None  # a group that needs more room must not be overtaken for ever
+                    return None  # what needs more room must not be overtaken for ever
                 continue
             if priors is None:
                 return Decision(action="prepare", waiting_index=index)
@@ -234,7 +242,8 @@ class BucketScheduler:
             return  # one at a time: look for requests first
         elif self.alone and self.server_args.sleep_on_idle:
             self.scheduler._wait_idle(IDLE_SECONDS)
-        self.worker.release_cache_if_idle()
+        if not (self.waiting or self.runner.decodes):
+            self.worker.release_cache_if_idle()
 
     # --- actions --------------------------------------------------------------------------------
 
@@ -271,7 +280,7 @@ class BucketScheduler:
     def _refuse(self, error: Exception) -> None:
         """Meet the other ranks where they agree to start the request that failed here."""
         try:
-            agree_on_plan(None, refusal=repr(error), timeout_s=_AGREE_SECONDS)
+            agree_on_plan(None, refusal=repr(error), timeout_s=AGREE_SECONDS)
         except PlanMismatch:
             return
         except RanksLost as lost:
@@ -295,7 +304,6 @@ class BucketScheduler:
         if self.metrics is not None:
             padded = self.runner.stage.padded_rows
             self.metrics.step(samples=len(group), rows=rows, padded=padded)
-        self.turns.charge(group[0].key, time.monotonic() - start)
         self._trace_step(group, plan, start)
         for running in group:
             if running.number in self.running and running.sample.done:
@@ -317,7 +325,7 @@ class BucketScheduler:
 
     def _advance(self, group: list[Running], before: list[int]) -> None:
         try:
-            self.runner.advance([running.sample for running in group])
+            self._charge(self.runner.advance([r.sample for r in group], group[0].key))
         except Exception as error:
             if not self.alone:
                 # the other ranks may be inside this step's collectives
@@ -335,11 +343,15 @@ class BucketScheduler:
             try:
                 if not self.alone:
                     self._agree_on_set([running], BucketPlan(samples=(running.planned(),)))
-                self.runner.advance([running.sample])
+                self._charge(self.runner.advance([running.sample], running.key))
             except Exception as error:
                 if not (self.alone or isinstance(error, PlanMismatch)):
                     raise _FatalDistributedForward(f"a step failed: {error!r}") from error
                 self._drop(running.admitted, failure(running.admitted.item, error))
+
+    def _charge(self, charges: list[tuple[Hashable, float]]) -> None:
+        for key, seconds in charges:
+            self.turns.charge(key, seconds)
 
     def _drop(self, admitted: Admitted, output: OutputBatch) -> None:
         """Answer an item that ends before its time; its samples give their rows back."""
@@ -353,13 +365,13 @@ class BucketScheduler:
         start = time.monotonic()
 
         def answer(output: OutputBatch) -> None:
-            self._span("decode", running.number, start, request=running.sample.batch.request_id)
             self._answer_once(running.admitted, output)
+            self._span("decode", running.number, start, request=running.sample.batch.request_id)
 
         try:
             self.runner.finish(running, answer)
         except Exception as error:
-            answer(failure(running.admitted.item, error))
+            self._drop(running.admitted, failure(running.admitted.item, error))
 
     def _dispatch(self, identity: bytes | None, item: Any, _arrived: float) -> None:
         """Run an item upstream's way, whole: control requests, warm-up, profiled requests."""
@@ -378,7 +390,10 @@ class BucketScheduler:
         elif isinstance(output, OutputBatch):
             self._answer((identity, item), output)
         else:
-            scheduler._return_results_sequentially([(identity, item)], output.outputs)
+            try:
+                scheduler._return_results_sequentially([(identity, item)], output.outputs)
+            except zmq.ZMQError as error:
+                logger.error("ZMQ error sending replies: %s", error)
 
     # --- answers and trace ----------------------------------------------------------------------
 
@@ -387,11 +402,15 @@ class BucketScheduler:
             self._answer((admitted.identity, admitted.item), output)
 
     def _answer(self, item: tuple[bytes | None, Any], output: OutputBatch) -> None:
-        """From any thread."""
+        """From any thread; must not raise."""
         try:
             self.scheduler._return_item_result(item, output)
         except zmq.ZMQError as error:
             logger.error("ZMQ error sending reply: %s", error)
+        except Exception as error:  # such as a full disk that the picture was to cross
+            logger.error("Sending the answer of %s failed", label(item[1]), exc_info=True)
+            if output.error is None:
+                self._answer(item, OutputBatch(error=f"The answer could not be sent: {error}"))
 
     def _span(self, name: str, lane: int, start: float, **args: Any) -> None:
         if self.trace is not None:

@@ -3,7 +3,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -13,12 +13,21 @@ import torch
 
 from sglang.multimodal_gen import envs
 from sglang.multimodal_gen.runtime.distributed.parallel_state import get_replica_group
+from sglang.multimodal_gen.runtime.guidance.agreement import (
+    AGREE_SECONDS,
+    PlanMismatch,
+    RanksLost,
+    agree_on_plan,
+)
+from sglang.multimodal_gen.runtime.guidance.plan import BucketPlan
 from sglang.multimodal_gen.runtime.guidance.running import Admitted, Running, label
+from sglang.multimodal_gen.runtime.managers.gpu_worker import _FatalDistributedForward
 from sglang.multimodal_gen.runtime.managers.progress_reporter import get_progress_reporter
 from sglang.multimodal_gen.runtime.managers.request_gc import request_gc
 from sglang.multimodal_gen.runtime.managers.scheduler import Scheduler
 from sglang.multimodal_gen.runtime.observability.metrics import get_metrics
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import OutputBatch, Req
+from sglang.multimodal_gen.runtime.pipelines_core.stages.base import StageParallelismType
 from sglang.multimodal_gen.runtime.pipelines_core.stages.stepwise_denoising import (
     RunningSample,
     StepwiseDenoisingMixin,
@@ -29,8 +38,9 @@ from sglang.multimodal_gen.runtime.utils.logging_utils import init_logger
 
 logger = init_logger(__name__)
 
-_MAX_DECODES = 2  # begun and not yet answered; each holds its picture on the device
 _MAX_STEPS_AHEAD = 1  # launched while an older step still runs: more would keep newcomers waiting
+
+_MAIN_RANK_ONLY = StageParallelismType.MAIN_RANK_ONLY
 
 Answer = Callable[[OutputBatch], None]
 
@@ -72,6 +82,8 @@ class SampleRunner:
         if self.worker.is_sleeping():
             raise RuntimeError("Server is sleeping. Call resume_memory_occupation first.")
         request_gc.collect_after_warmup()
+        if len(requests) > 1:
+            self.worker._validate_group_forward_reqs(requests)
         for req in requests:
             req.log(server_args=self.server_args)
             _report_start(req)
@@ -100,29 +112,37 @@ class SampleRunner:
             return repr(error)
         return None
 
-    def advance(self, samples: list[RunningSample]) -> None:
-        """One step of each, in one forward. Raises what the forward raises."""
+    def advance(self, samples: list[RunningSample], key: Hashable) -> list[tuple[Hashable, float]]:
+        """One step of each, in one forward. Raises what the forward raises.
+
+        Returns:
+            Seconds to charge, by key. A device runs a step while the next one is launched, so the
+            launch is charged to `key` and the wait for the device to the key of the step before.
+        """
         start = time.monotonic()
         with self._inside_stage(samples[0].batch):
             self.stage.step_samples(samples, self.server_args)
-        self._bound_steps_in_flight()
+        charges = [(key, time.monotonic() - start), *self._bound_steps_in_flight(key)]
         seconds = time.monotonic() - start
         for sample in samples:
             if _is_measured(sample.batch):
                 sample.batch.metrics.record_step(seconds)
+        return charges
 
-    def _bound_steps_in_flight(self) -> None:
-        """Wait for the step before the last one: the device stays busy, and the loop with it.
-
-        So a step takes the loop as long as the device, which is what turns are counted in.
-        """
+    def _bound_steps_in_flight(self, key: Hashable) -> list[tuple[Hashable, float]]:
+        """Wait for the step before the last one: the device stays busy, and the loop with it."""
         if self._stream is None:
-            return
+            return []
         event = torch.get_device_module().Event()
         event.record()
-        self._steps_in_flight.append(event)
+        self._steps_in_flight.append((event, key))
+        charges = []
         while len(self._steps_in_flight) > _MAX_STEPS_AHEAD:
-            self._steps_in_flight.popleft().synchronize()
+            start = time.monotonic()
+            older, older_key = self._steps_in_flight.popleft()
+            older.synchronize()
+            charges.append((older_key, time.monotonic() - start))
+        return charges
 
     def capture_graph(self) -> bool:
         """At an idle moment: capture the bucket that most of the traffic misses, if any."""
@@ -140,14 +160,15 @@ class SampleRunner:
         with self._inside_stage(req):
             self.stage.finish_sample(running.sample, self.server_args)
         _record_denoising(self.stage, running.sample)
+        # as many as may run; beyond that decoding is the bottleneck, and what waits takes memory
+        while len(self.decodes) >= self.server_args.max_running_samples:
+            self.decodes.popleft().result()
         if self._decodes_beside and not _is_measured(req):
             self._finish_beside(running, answer)
         else:
             self._finish_here(running, answer)
 
     def _finish_beside(self, running: Running, answer: Answer) -> None:
-        while len(self.decodes) >= _MAX_DECODES:
-            self.decodes.popleft().result()
         ready = None
         if self._stream is not None:
             ready = torch.get_device_module().Event()
@@ -201,9 +222,16 @@ class SampleRunner:
     def _finish_here(self, running: Running, answer: Answer) -> None:
         """On the loop's thread: decoding runs collectives, or what it needs is moved for it."""
         admitted = running.admitted
+        result, error = running.sample.batch, None
         try:
-            result = self._run_stages(self.stages_after, running.sample.batch)
-        except Exception as error:
+            for stage in self.stages_after:
+                result = self._run_stages([stage], result)
+        except Exception as raised:
+            error = raised
+            if stage.parallelism_type_for(running.sample.batch) == _MAIN_RANK_ONLY:
+                torch.distributed.barrier()  # the other ranks wait there for this one
+        self._agree_on_outcome(error)
+        if error is not None:
             answer(failure(admitted.item, error))
             return
         output = self.worker._to_output_batch(result)
@@ -225,6 +253,20 @@ class SampleRunner:
             answer(output)
         else:
             self.decodes.append(self._decoder.submit(_finalize_deferred, finalize, output, answer))
+
+    def _agree_on_outcome(self, error: Exception | None) -> None:
+        """All ranks go on together after a stage that may have failed on one alone."""
+        if self.alone:
+            return
+        refusal = None if error is None else repr(error)
+        timeout_s = None if error is None else AGREE_SECONDS
+        try:
+            agree_on_plan(BucketPlan(samples=()), refusal=refusal, timeout_s=timeout_s)
+        except PlanMismatch:
+            if error is None:
+                raise
+        except RanksLost as lost:
+            raise _FatalDistributedForward(str(lost)) from error
 
     def _complete(self, admitted: Admitted, index: int, output: OutputBatch) -> OutputBatch | None:
         """The output of the whole item, if this was the last of its requests."""

@@ -95,7 +95,8 @@ class RowGroup:
 
     @property
     def key(self) -> tuple[int, str]:
-        return id(self.sample), self.branch
+        # not the sample's id(): a later sample may live at the same address
+        return self.sample.run.serial, self.branch
 
 
 class StepwiseDenoisingMixin(BucketizedDenoisingMixin):
@@ -208,13 +209,13 @@ class StepwiseDenoisingMixin(BucketizedDenoisingMixin):
     ) -> list[torch.Tensor]:
         """Each sample's prediction at its own scale, from rows ``[uncond... | cond...]``."""
         inputs = {
-            id(sample): self._model_inputs(sample, state, server_args)
+            sample.run.serial: self._model_inputs(sample, state, server_args)
             for sample, state in zip(samples, states)
         }
         groups = self._row_groups(samples, server_args)
         if all(sample.run.in_graphs for sample in samples):
             graph_samples = [
-                graph_sample(s.run, *inputs[id(s)], s.scale, s.kwargs_of) for s in samples
+                graph_sample(s.run, *inputs[s.run.serial], s.scale, s.kwargs_of) for s in samples
             ]
             batches = [sample.batch for sample in samples]
             replayed = self._replay(graph_samples, batches, server_args.pipeline_config)
@@ -234,8 +235,8 @@ class StepwiseDenoisingMixin(BucketizedDenoisingMixin):
             first.batch.is_cfg_negative = False
             rows = self._predict_noise(
                 current_model=states[0].current_model,
-                latent_model_input=torch.cat([inputs[id(g.sample)][0] for g in groups]),
-                timestep=torch.cat([inputs[id(g.sample)][1] for g in groups]),
+                latent_model_input=torch.cat([inputs[g.sample.run.serial][0] for g in groups]),
+                timestep=torch.cat([inputs[g.sample.run.serial][1] for g in groups]),
                 target_dtype=first.ctx.target_dtype,
                 guidance=None,
                 **packed.kwargs,
