@@ -29,6 +29,14 @@ def test_fill_rows(rows, max_rows, chosen):
     assert names(fill_rows(reversed(candidates), max_rows)) == chosen
 
 
+def test_a_step_that_more_rows_only_lengthen_stays_short():
+    samples = [
+        Candidate(sample_id=i, key="large", rows=2, arrival=i, most_rows=4) for i in range(5)
+    ]
+    assert names(FairTurns().next_group(samples, 16)) == [0, 1]
+    assert names(FairTurns().next_group(samples, 2)) == [0]
+
+
 def simulate(turns, samples, seconds_of, total_seconds, max_rows=16):
     """Device seconds that each key got within `total_seconds`."""
     got = dict.fromkeys((sample.key for sample in samples), 0.0)

@@ -20,12 +20,14 @@ class Candidate:
         key: samples of equal keys may share a forward.
         rows: of its next step.
         arrival: lower is older.
+        most_rows: of a step of its key, where more would only make it longer; None has no limit.
     """
 
     sample_id: Hashable
     key: Hashable
     rows: int
     arrival: int
+    most_rows: int | None = None
 
 
 def fill_rows(candidates: Sequence[Candidate], max_rows: int) -> list[Candidate]:
@@ -59,7 +61,9 @@ class FairTurns:
             return min(c.arrival for c in candidates if c.key == key)
 
         turn = min(keys, key=lambda key: (self.served[key], oldest(key)))
-        return fill_rows([c for c in candidates if c.key == turn], max_rows)
+        group = [candidate for candidate in candidates if candidate.key == turn]
+        limits = [candidate.most_rows for candidate in group if candidate.most_rows is not None]
+        return fill_rows(group, min([max_rows, *limits]))
 
     def charge(self, key: Hashable, seconds: float) -> None:
         """Account for a step of this key."""

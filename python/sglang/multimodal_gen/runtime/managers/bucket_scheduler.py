@@ -164,7 +164,11 @@ class BucketScheduler:
     def _decide(self) -> Decision:
         candidates = [
             Candidate(
-                sample_id=number, key=running.key, rows=running.sample.rows, arrival=number
+                sample_id=number,
+                key=running.key,
+                rows=running.sample.rows,
+                arrival=number,
+                most_rows=running.sample.most_rows,
             )
             for number, running in self.running.items()
         ]

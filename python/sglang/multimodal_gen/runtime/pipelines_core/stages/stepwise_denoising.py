@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
+from sglang.multimodal_gen.configs.bucket_graphs import DEFAULT_MAX_IMAGE_TOKENS
 from sglang.multimodal_gen.configs.guidance import COND_BRANCH, UNCOND_BRANCH, branches_of
 from sglang.multimodal_gen.runtime.distributed.communication_op import (
     cfg_model_parallel_all_gather,
@@ -45,6 +46,8 @@ class RunningSample:
 
     Attributes:
         share_key: samples of equal keys may share a forward; None shares with nobody.
+        most_rows: of a shared step: with more it is limited by arithmetic, and takes that much
+            longer. None has no limit.
         progress: reports steps to a client that asked for them.
         step: the next step to run.
         started: when its first step could run, of ``time.monotonic()``.
@@ -54,6 +57,7 @@ class RunningSample:
     ctx: DenoisingContext
     timesteps_cpu: torch.Tensor
     share_key: tuple | None
+    most_rows: int | None
     progress: tqdm
     step: int = 0
     started: float = field(default_factory=time.monotonic)
@@ -117,6 +121,7 @@ class StepwiseDenoisingMixin(BucketizedDenoisingMixin):
             ctx=ctx,
             timesteps_cpu=ctx.timesteps.cpu(),
             share_key=self._share_key(ctx, batch, server_args),
+            most_rows=self._most_rows(ctx),
             # the bars of samples side by side would overwrite each other
             progress=self.progress_bar(total=len(ctx.timesteps), batch=batch, disable=True),
         )
@@ -125,6 +130,11 @@ class StepwiseDenoisingMixin(BucketizedDenoisingMixin):
         """Everything between the last step and the stages after this one."""
         self._finalize_denoising_loop(sample.ctx, sample.batch, server_args)
         return sample.batch
+
+    def _most_rows(self, ctx: DenoisingContext) -> int | None:
+        if self.row_adapter is None:
+            return None
+        return max(1, DEFAULT_MAX_IMAGE_TOKENS // self.row_adapter.image_tokens(ctx.latents))
 
     def _share_key(
         self, ctx: DenoisingContext, batch: Req, server_args: ServerArgs
