@@ -158,6 +158,8 @@ def test_the_ar_model_in_the_same_process(server, in_process, client, kept, tmp_
         **asked, width=64, height=64, image_path=list(map(str, paths)) or None
     )
     (prior,) = client.fetch([Req(sampling_params=params)]).result()
+    for other in kept.glob("*.pt"):
+        other.unlink()
     picture(in_process)
     (written,) = kept.glob("*.pt")
     _, source_ids, _ = torch.load(written)
@@ -165,7 +167,6 @@ def test_the_ar_model_in_the_same_process(server, in_process, client, kept, tmp_
         assert torch.equal(theirs, ours)
     torch.save((prior.token_ids_BL, prior.source_token_ids, None), written)
     assert np.abs(picture(in_process) - picture(server)).max() <= 1
-    written.unlink()
 
 
 def test_the_picture_has_the_size_of_its_source(server):

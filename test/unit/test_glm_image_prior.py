@@ -1,5 +1,6 @@
 """The AR client's decisions, one by one, and the client against a server that fails on purpose."""
 
+import pickle
 import time
 
 import orjson
@@ -143,6 +144,12 @@ def test_a_status_survives_as_text(status):
     error = PriorError(status, "AR server http://a:1", "9 ids, wanted\n 261")
     text = f"Model generation failed. Error executing request 1: {error}"
     assert marked_status(text) == (status, "AR server http://a:1: 9 ids, wanted\n 261")
+
+
+def test_ranks_tell_each_other():
+    error = PriorError(504, "AR server http://a:1", "silent")
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.status) == (str(error), 504)
 
 
 def test_other_errors_have_no_status():
