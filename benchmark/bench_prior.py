@@ -21,6 +21,7 @@ from pathlib import Path
 
 from common import markdown_table, print_section
 
+CODEBOOK = 2**14
 _seeds = itertools.count(1000)
 
 
@@ -103,21 +104,18 @@ class ARClientAlone:
             glm_image_prior,
         )
 
+        self.package = glm_image_prior
         self.processor = AutoProcessor.from_pretrained(model / "processor")
         self.service = glm_image_prior.PriorService(
             PriorConfig(url=url, cache_size=0),
             processor=self.processor,
-            codebook=2**14,
+            codebook=CODEBOOK,
             facts=glm_image_prior.ServerFacts(honours_seeds=True, context=None),
         )
 
     def request(self, asked: dict):
-        from sglang.multimodal_gen.runtime.pipelines_core.stages.model_specific_stages import (
-            glm_image_prior,
-        )
-
         width, height = map(int, asked["size"].split("x"))
-        return glm_image_prior.request.PriorRequest(
+        return self.package.PriorRequest(
             prompt=asked["prompt"],
             height=height,
             width=width,
@@ -126,14 +124,10 @@ class ARClientAlone:
         )
 
     def ask(self, asked: dict) -> None:
-        self.service._client.submit(self.service._prior_of(self.request(asked))).result()
+        self.service.ask(self.request(asked)).result()
 
     def http_body(self, asked: dict) -> bytes:
-        from sglang.multimodal_gen.runtime.pipelines_core.stages.model_specific_stages import (
-            glm_image_prior,
-        )
-
-        prepared = glm_image_prior.request.prepare(self.request(asked), self.processor, 2**14)
+        prepared = self.package.request.prepare(self.request(asked), self.processor, CODEBOOK)
         return prepared.body(asked["seed"])
 
 

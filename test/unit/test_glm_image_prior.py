@@ -19,7 +19,6 @@ from sglang.multimodal_gen.runtime.pipelines_core.stages.model_specific_stages i
 from sglang.multimodal_gen.runtime.pipelines_core.stages.model_specific_stages.glm_image_prior import (  # noqa: E501
     answer,
     cache,
-    request,
     retry,
 )
 from sglang.multimodal_gen.runtime.pipelines_core.stages.model_specific_stages.glm_image_prior.retry import (  # noqa: E501
@@ -225,10 +224,11 @@ class Service:
 
     def ask(self, prompt="a cat", seed=1, size=(32, 32)):
         width, height = size
-        asked = request.PriorRequest(
-            prompt=prompt, height=height, width=width, seeds=(seed,), sources=()
+        return self.service.ask(
+            glm_image_prior.PriorRequest(
+                prompt=prompt, height=height, width=width, seeds=(seed,), sources=()
+            )
         )
-        return self.service._client.submit(self.service._prior_of(asked))
 
     def __enter__(self):
         return self

@@ -66,16 +66,18 @@ def add_form_fields(original, request_id: str, **kwargs):
 
 
 async def abort_when_disconnected(original, scheduler_client: Any, batch: Any, **kwargs):
-    """Around process_generation_batch, on a server with continuous batching.
+    """Around process_generation_batch, on a server with continuous batching, and on a head.
 
-    A client that goes away takes its request out of the running batch. Upstream would finish it.
+    A client that goes away takes its request out of the running batch, or off the AR server.
+    Upstream would finish it.
     """
     from sglang.multimodal_gen.runtime.server_args import get_global_server_args
 
     request = _raw_request.get()
     server_args = get_global_server_args()
-    steps = getattr(server_args, "max_running_samples", 0) and not server_args.denoiser_urls
-    if request is None or not steps:
+    steps = getattr(server_args, "max_running_samples", 0)
+    is_head = guidance_is_on(server_args) and server_args.denoiser_urls
+    if request is None or not (steps or is_head):
         return await original(scheduler_client, batch, **kwargs)
     work = asyncio.ensure_future(original(scheduler_client, batch, **kwargs))
     while not work.done():
