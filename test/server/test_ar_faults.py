@@ -60,6 +60,20 @@ def test_the_client_is_told(server, ar, fault, status, cause):
     server.generate(prompt=fault, seed=21)
 
 
+def test_the_client_is_told_by_upstreams_loop_too(glm, ar):
+    """One request at a time; those that wait are asked for already."""
+    flags = ("--guidance-buckets", "8", "--max-running-samples", "0", "--srt-encoder-url", ar.url)
+    with Server(glm, *flags, *FP32_FLAGS) as server:
+        ar.reset()
+        ar.faults = ["too few ids"]
+        ar.seconds = 0.3
+        with ThreadPoolExecutor(5) as pool:
+            asked = [pool.submit(server.generate, prompt=f"loop {i}") for i in range(5)]
+        failures = [future.exception() for future in asked if future.exception()]
+        assert [failure.status for failure in failures] == [502]
+        assert ar.most_waiting >= 4
+
+
 @pytest.mark.parametrize("fault", ["slow", "reset", "half", "half unnoticed", "502", "503", "504"])
 def test_a_retry_gives_the_same_picture(server, ar, fault):
     wanted = pngs(server.generate(prompt="solo", seed=22))

@@ -22,17 +22,40 @@ THREE_SIZES = ("64x64", "96x64", "128x128")
 
 
 @pytest.fixture(scope="module")
-def server(glm, ar_server, tmp_path_factory):
-    """Warmed up as a user's server is, and with a cache that soon forgets."""
+def kept(tmp_path_factory):
+    return tmp_path_factory.mktemp("priors")
+
+
+@pytest.fixture(scope="module")
+def servers(glm, ar_server, kept, tmp_path_factory):
+    """Beside the AR server, and with the AR model in its process; they start side by side."""
     trace = tmp_path_factory.mktemp("trace") / "trace.json"
     flags = (
         *("--guidance-buckets", "8", "--srt-encoder-url", ar_server.url, "--prior-cache-size", "4"),
         *("--srt-encoder-total-timeout", "120", "--schedule-trace", str(trace)),
         *("--warmup-mode", "server"),
     )
-    with Server(glm, *flags, *FP32_FLAGS) as started:
-        started.trace = trace
-        yield started
+    probe = probe_environment(PROBE_KEEP_PRIOR=str(kept))
+    with (
+        Server(glm, *flags, *FP32_FLAGS, waits=False) as beside,
+        Server(glm, "--guidance-buckets", "8", *FP32_FLAGS, env=probe, waits=False) as within,
+    ):
+        beside.trace = trace
+        beside.wait()
+        within.wait()
+        yield beside, within
+
+
+@pytest.fixture(scope="module")
+def server(servers):
+    """Warmed up as a user's server is, and with a cache that soon forgets."""
+    return servers[0]
+
+
+@pytest.fixture(scope="module")
+def in_process(servers):
+    """The AR model in the same process, except where `kept` has the tokens already."""
+    return servers[1]
 
 
 def test_warm_up_sends_nothing_that_the_ar_server_cannot_take(server, ar_server):
@@ -117,19 +140,6 @@ def test_image_to_image(server, sources):
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory):
-    return tmp_path_factory.mktemp("priors")
-
-
-@pytest.fixture(scope="module")
-def in_process(glm, kept):
-    """The AR model in the same process, except where `kept` has the tokens already."""
-    environment = probe_environment(PROBE_KEEP_PRIOR=str(kept))
-    with Server(glm, "--guidance-buckets", "8", *FP32_FLAGS, env=environment) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
 def client(glm, ar_server):
     service = glm_image_prior.build_service(
         PriorConfig(url=ar_server.url),
@@ -158,6 +168,8 @@ def test_the_ar_model_in_the_same_process(server, in_process, client, kept, tmp_
         **asked, width=64, height=64, image_path=list(map(str, paths)) or None
     )
     (prior,) = client.fetch([Req(sampling_params=params)]).result()
+    for other in kept.glob("*.pt"):
+        other.unlink()
     picture(in_process)
     (written,) = kept.glob("*.pt")
     _, source_ids, _ = torch.load(written)
@@ -165,7 +177,6 @@ def test_the_ar_model_in_the_same_process(server, in_process, client, kept, tmp_
         assert torch.equal(theirs, ours)
     torch.save((prior.token_ids_BL, prior.source_token_ids, None), written)
     assert np.abs(picture(in_process) - picture(server)).max() <= 1
-    written.unlink()
 
 
 def test_the_picture_has_the_size_of_its_source(server):

@@ -14,17 +14,26 @@ GUIDANCE = ("--guidance-buckets", "8")
 
 
 @pytest.fixture(scope="module")
-def topology(glm, ar_server):
-    with Topology(glm, ar_server.url, 2, *GUIDANCE, "--srt-encoder-total-timeout", "10") as started:
-        yield started
+def started(glm, ar_server):
+    """The topology, and one server for all but the AR model; they start side by side."""
+    flags = (*GUIDANCE, "--srt-encoder-url", ar_server.url)
+    alone = Server(glm, *flags, *FP32_FLAGS, waits=False)
+    try:
+        with Topology(glm, ar_server.url, 2, *GUIDANCE) as topology:
+            alone.wait()
+            yield topology, alone
+    finally:
+        alone.close()
 
 
 @pytest.fixture(scope="module")
-def alone(glm, ar_server):
-    """One server for all but the AR model."""
-    flags = (*GUIDANCE, "--srt-encoder-url", ar_server.url)
-    with Server(glm, *flags, *FP32_FLAGS) as started:
-        yield started
+def topology(started):
+    return started[0]
+
+
+@pytest.fixture(scope="module")
+def alone(started):
+    return started[1]
 
 
 def test_options_travel_and_the_report_comes_back(topology):

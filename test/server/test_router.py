@@ -4,9 +4,10 @@ import importlib.util
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
-from harness.server import FP32_FLAGS, Server, ar_command, pngs
+from harness.server import FP32_FLAGS, Server, ar_command, pixels, pngs
 from harness.topology import router_command
 
 pytestmark = pytest.mark.skipif(
@@ -24,18 +25,21 @@ def second_ar(glm):
 @pytest.fixture(scope="module")
 def server(glm, ar_server, second_ar):
     with Server(glm, command=router_command([ar_server.url, second_ar.url])) as router:
-        flags = ("--guidance-buckets", "8", "--srt-encoder-url", router.url)
+        flags = (
+            *("--guidance-buckets", "8", "--srt-encoder-url", router.url),
+            *("--prior-cache-size", "0"),
+        )
         with Server(glm, *flags, *FP32_FLAGS) as started:
             yield started
 
 
 def test_both_give_the_same_tokens_for_a_seed(server, ar_server, second_ar):
-    request = dict(prompt="routed", seed=4, n=2)
+    request = dict(prompt="routed", seed=4)
     first = pngs(server.generate(**request))
-    assert pngs(server.generate(**request | {"prompt": "routed "})) != []
+    for _ in range(3):  # round robin, and the cache is off
+        assert pngs(server.generate(**request)) == first
     for ar in (ar_server, second_ar):
         assert ar.log.read_text().count('POST /generate HTTP/1.1" 200') > 2
-    assert len(set(first)) == 2
 
 
 def test_one_of_two_dies_and_nothing_is_lost(server, second_ar):
@@ -47,5 +51,6 @@ def test_one_of_two_dies_and_nothing_is_lost(server, second_ar):
         answers = [future.result() for future in futures]
     assert all(len(answer["data"]) == 1 for answer in answers)
     for request, answer in zip(requests, answers):
-        assert pngs(server.generate(**request)) == pngs(answer)
+        (solo,) = pngs(server.generate(**request))  # by the one that is left
+        assert np.abs(pixels(pngs(answer)[0]) - pixels(solo)).max() <= 1
     assert server.generate(prompt="after")["data"]

@@ -1,5 +1,6 @@
 """The AR client's decisions, one by one, and the client against a server that fails on purpose."""
 
+import pickle
 import time
 
 import orjson
@@ -18,7 +19,6 @@ from sglang.multimodal_gen.runtime.pipelines_core.stages.model_specific_stages i
 from sglang.multimodal_gen.runtime.pipelines_core.stages.model_specific_stages.glm_image_prior import (  # noqa: E501
     answer,
     cache,
-    request,
     retry,
 )
 from sglang.multimodal_gen.runtime.pipelines_core.stages.model_specific_stages.glm_image_prior.retry import (  # noqa: E501
@@ -145,6 +145,12 @@ def test_a_status_survives_as_text(status):
     assert marked_status(text) == (status, "AR server http://a:1: 9 ids, wanted\n 261")
 
 
+def test_ranks_tell_each_other():
+    error = PriorError(504, "AR server http://a:1", "silent")
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.status) == (str(error), 504)
+
+
 def test_other_errors_have_no_status():
     assert marked_status("CUDA error: out of memory (HTTP 502)") is None
 
@@ -218,10 +224,11 @@ class Service:
 
     def ask(self, prompt="a cat", seed=1, size=(32, 32)):
         width, height = size
-        asked = request.PriorRequest(
-            prompt=prompt, height=height, width=width, seeds=(seed,), sources=()
+        return self.service.ask(
+            glm_image_prior.PriorRequest(
+                prompt=prompt, height=height, width=width, seeds=(seed,), sources=()
+            )
         )
-        return self.service._client.submit(self.service._prior_of(asked))
 
     def __enter__(self):
         return self

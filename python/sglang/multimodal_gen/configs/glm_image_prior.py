@@ -141,6 +141,10 @@ class PriorError(RuntimeError):
         """
         super().__init__(f"{subject}: {cause} (HTTP {status})")
         self.status = status
+        self._arguments = (status, subject, cause)
+
+    def __reduce__(self):  # ranks tell each other
+        return PriorError, self._arguments
 
 
 _MARKED = re.compile(

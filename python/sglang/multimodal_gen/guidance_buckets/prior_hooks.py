@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from sglang.multimodal_gen.configs.glm_image_prior import prior_config
+from sglang.multimodal_gen.configs.glm_image_prior import PriorError, prior_config
 
 # the service of this process, where one was built
 _service: Any = None
@@ -74,6 +74,16 @@ def _write(service: Any, batches: list) -> list:
         _prior().assign_prior(batch, prior)
         batch.prior_token_id = batch.prior_token_id.to(device)
     return batches
+
+
+def name_cause(original, executor: Any, *args, **kwargs) -> Any:
+    """AROUND ParallelExecutor._execute_stages, which says "Error on rank 0" and no more."""
+    try:
+        return original(executor, *args, **kwargs)
+    except RuntimeError as error:
+        if isinstance(error.__cause__, PriorError):
+            raise error.__cause__ from None
+        raise
 
 
 def watch_ar_server(app: Any, server_args: Any, *_args, **_kwargs) -> None:

@@ -68,9 +68,10 @@ def add_form_fields(original, request_id: str, **kwargs):
 
 
 async def abort_when_disconnected(original, scheduler_client: Any, batch: Any, **kwargs):
-    """Around process_generation_batch, on a server with continuous batching.
+    """Around process_generation_batch, on a server with continuous batching, and on a head.
 
-    A client that goes away takes its request out of the running batch. Upstream would finish it.
+    A client that goes away takes its request out of the running batch, or off the AR server.
+    Upstream would finish it.
     """
     from sglang.multimodal_gen.runtime.server_args import get_global_server_args
 

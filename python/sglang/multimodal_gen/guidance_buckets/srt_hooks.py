@@ -7,19 +7,19 @@ have CUDA builds alone in the published wheel. Eager CPU matmuls of one thread a
 or batched, so what is missing is the hash; the kernels are not needed.
 """
 
-from typing import Any
-
 import torch
 
 _MASK = 0xFFFFFFFF
 
 
-def give_source_tokens(_result: None, runner: Any, *_args, **_kwargs) -> None:
-    """AFTER ModelRunner.load_model."""
-    if type(runner.model).__name__ == "GlmImageForConditionalGeneration":
-        from sglang.srt.models.glm_image_source_tokens import give_source_tokens
+def take_source_images(resolved: tuple[type, str], *_args, **_kwargs) -> tuple[type, str] | None:
+    """AFTER get_model_architecture."""
+    model_class, architecture = resolved
+    if model_class.__name__ != "GlmImageForConditionalGeneration":
+        return None  # leaves the result as it is
+    from sglang.srt.models.glm_image_source_tokens import GlmImageWithSourceTokens
 
-        give_source_tokens(runner.model)
+    return GlmImageWithSourceTokens, architecture
 
 
 def skip_batch_invariant_kernels(original, *args, **kwargs):

@@ -232,6 +232,14 @@ GUIDANCE_HOOKS = (
         "the same for a group: any mix of sizes",
     ),
     Hook(
+        f"{_GEN}.runtime.pipelines_core.executors.parallel_executor.ParallelExecutor"
+        "._execute_stages",
+        "around",
+        "prior_hooks:name_cause",
+        ("self",),
+        "an error of the AR stage keeps its text",
+    ),
+    Hook(
         f"{_GEN}.runtime.entrypoints.http_server.create_app",
         "after",
         "prior_hooks:watch_ar_server",
@@ -287,10 +295,10 @@ CPU_OPS_HOOKS = (
 
 SRT_HOOKS = (
     Hook(
-        "sglang.srt.model_executor.model_runner.ModelRunner.load_model",
+        "sglang.srt.model_loader.utils.get_model_architecture",
         "after",
-        "srt_hooks:give_source_tokens",
-        ("self",),
+        "srt_hooks:take_source_images",
+        ("model_config",),
         "image-to-image: GLM-Image's AR server gives back the tokens of source images",
     ),
 )

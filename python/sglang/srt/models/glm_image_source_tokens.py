@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GLM-Image's AR model, giving back the tokens of source images.
+"""GLM-Image's AR model, with source images as transformers sees them, giving back their tokens.
 
 For image-to-image the DiT is conditioned on the codes of each source image too. The AR model makes
-them anyway, to embed them: here they also go out with the answer, in `customized_info`.
+them anyway, to embed them: here they also go out with the answer, in `customized_info`. Upstream's
+vision encoder leaves the weights of its MLPs unloaded and takes SiLU for the checkpoint's GELU.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from transformers.activations import ACT2FN
 
 from sglang.multimodal_gen.configs.glm_image_prior import SOURCE_TOKENS_KEY
 from sglang.srt.managers.schedule_batch import MultimodalDataItem, MultimodalInputs
@@ -24,10 +26,17 @@ _MAX_ITEMS = 1024  # about 1 KB a source image of 1024 x 1024 pixels
 
 
 class GlmImageWithSourceTokens(GlmImageForConditionalGeneration):
-    """Takes the place of the class of a loaded model; see `give_source_tokens`."""
+    """Takes upstream's place for the same architecture."""
 
-    # codes by the hash of their item: SRT's caches may leave out the vision encoder
-    _codes: "OrderedDict[int, list[list[int]]]"
+    def __init__(self, config: Any, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        for block in self.visual.blocks:
+            block.mlp.act = ACT2FN[config.vision_config.hidden_act]
+        # by the hash of their item: SRT's caches may leave out the vision encoder
+        self._codes: OrderedDict[int, list[list[int]]] = OrderedDict()
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        super().load_weights((_renamed(name), weight) for name, weight in weights)
 
     def get_image_feature(self, items: list[MultimodalDataItem]) -> torch.Tensor:
         """Upstream's embeddings; the codes of each image are kept on the way."""
@@ -83,8 +92,5 @@ def _recorded(vqvae: GlmImageVQVAE) -> Iterator[list[torch.Tensor]]:
         del vqvae.encode
 
 
-def give_source_tokens(model: Any) -> None:
-    """Make a loaded GLM-Image model give back source tokens; any other stays as it is."""
-    if type(model) is GlmImageForConditionalGeneration:
-        model.__class__ = GlmImageWithSourceTokens
-        model._codes = OrderedDict()
+def _renamed(name: str) -> str:
+    return name.replace(".mlp.fc", ".mlp.linear_fc") if ".visual." in name else name

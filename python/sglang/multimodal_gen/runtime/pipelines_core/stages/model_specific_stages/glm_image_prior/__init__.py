@@ -10,7 +10,7 @@ from typing import Any
 
 from sglang.multimodal_gen.configs.glm_image_prior import PriorConfig, PriorError
 
-from .request import check_size
+from .request import PriorRequest, check_size
 from .server_check import ARServerUnfit, ServerFacts, check_server, wait_for_server
 from .service import Prior, PriorService, assign_prior
 
@@ -18,6 +18,7 @@ __all__ = [
     "ARServerUnfit",
     "Prior",
     "PriorError",
+    "PriorRequest",
     "PriorService",
     "ServerFacts",
     "assign_prior",

@@ -52,7 +52,7 @@ class Prior:
 
 
 class PriorService:
-    """One a process that asks. `fetch` is for one thread; futures are done on another."""
+    """One a process that asks. It is called from one thread; futures are done on another."""
 
     def __init__(
         self,
@@ -91,13 +91,17 @@ class PriorService:
         for req in requests:
             request = PriorRequest.of(req)
             early = self._early.pop((req.request_id, request), None)
-            futures.append(early or self._client.submit(self._prior_of(request)))
+            futures.append(early or self.ask(request))
         return self._client.submit(_all(futures))
+
+    def ask(self, request: PriorRequest) -> Future:
+        """The `Prior` of one request to come, or its `PriorError`."""
+        return self._client.submit(self._prior_of(request))
 
     def fetch_early(self, req: Req) -> None:
         """Ask now for a request that `fetch` is called with later."""
         request = PriorRequest.of(req)
-        self._early[req.request_id, request] = self._client.submit(self._prior_of(request))
+        self._early[req.request_id, request] = self.ask(request)
         if len(self._early) > _MAX_EARLY:
             self._early.popitem(last=False)[1].cancel()
 
