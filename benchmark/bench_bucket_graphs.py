@@ -141,12 +141,14 @@ def measure(engines, size: int, args) -> None:
             return [step * configuration.images for step in steps]  # one image after another
         return steps[_AHEAD:]
 
+    first_picture: dict[Configuration, float] = {}
+
     def warm_up(engine: str) -> list[Configuration]:
         failed = []
         for configuration in configurations:
             if configuration.engine == engine:
                 try:
-                    picture(configuration)
+                    first_picture[configuration] = statistics.median(picture(configuration))
                 except Exception as error:
                     print(f"{configuration.name}: {str(error)[-600:]}", flush=True)
                     failed.append(configuration)
@@ -169,7 +171,7 @@ def measure(engines, size: int, args) -> None:
     print_section(title, steps_table(times))
 
 
-def steps_table(times) -> str:
+def steps_table(times, first_picture) -> str:
     rows = []
     for configuration in times:
         base = next(

@@ -13,7 +13,7 @@ from harness.graphs import (
     random_samples,
     replay,
 )
-from harness.worker import Worker
+from harness.worker import Worker, write_lora
 
 pytestmark = pytest.mark.gpu
 
@@ -182,7 +182,8 @@ def test_a_failed_capture_is_undone(worker, graphs, kind):
         before = free_bytes()
         for _ in range(3):
             assert not graphs.capture(bucket)
-    assert abs(free_bytes() - before) < 4 * MB  # every failure gives back what it took
+    # a capture that could not be ended keeps its graph for good, and with it a small block
+    assert before - free_bytes() < 3 * 4 * MB
     assert torch.equal(torch.randn(4, device="cuda"), first)  # and draws nothing
     assert not torch.cuda.is_current_stream_capturing()
     assert all(map(torch.equal, replay(graphs, some, samples), wanted))
@@ -265,13 +266,14 @@ def test_lazy_capture(worker, graphs):
     (eager,) = worker.denoise(request)
     assert len(graphs.graphs) == held  # nothing was captured while it ran
     assert graphs.misses["not captured"] == misses + 6
-    graphs.demand.steps = {b: n for b, n in graphs.demand.steps.items() if b not in graphs.graphs}
+    graphs.demand.steps.clear()  # the tests before asked for much else
+    worker.denoise(request)
     while graphs.capture_next():
         pass
     assert len(graphs.graphs) > held
     prefer_replays(graphs)
     (replayed,) = worker.denoise(request)
-    assert graphs.misses["not captured"] == misses + 6
+    assert graphs.misses["not captured"] == misses + 12
     assert_close([replayed], [eager], graphs.dtype)
     graphs.demand.steps.clear()
 
@@ -322,16 +324,18 @@ def test_dropping_gives_the_memory_back(graphs):
     assert given >= 0.8 * held
 
 
-def test_a_full_budget_drops_the_least_recently_used(worker, graphs):
+def test_a_full_budget_drops_the_least_recently_used(graphs):
     own = graphs.budget.limit
-    graphs.budget.limit = graphs.budget.used + MB
-    first = next(iter(graphs.budget.own))
+    for bucket in graphs.budget.own:
+        graphs.budget.own[bucket] = 10 * MB  # what a tiny DiT's graph takes is lost in the noise
+    graphs.budget.limit = graphs.budget.used
+    first, second, *_ = graphs.budget.own
     try:
         assert graphs.capture(spare_bucket(graphs)), graphs.refused
-        assert first not in graphs.graphs
-        assert graphs.budget.used <= graphs.budget.limit + MB
     finally:
         graphs.budget.limit = own
+    assert first not in graphs.graphs and second in graphs.graphs
+    draw()
     graphs.drop("test")
 
 
@@ -354,6 +358,31 @@ def test_changed_weights(worker, graphs):
         with torch.no_grad():
             weight.copy_(saved)
         graphs.drop("test")
+
+
+def test_lora_switch(worker, graphs, tmp_path):
+    """Graphs go before a LoRA request acts, also one that fails; new ones have the LoRA."""
+    request = dict(width=256, height=256, num_inference_steps=4, guidance_curve="constant:2")
+    (plain,) = worker.denoise(request)
+    pictures = []
+    for path, fails in ((write_lora(worker, tmp_path), False), (tmp_path / "missing", True)):
+        bucket = max(graphs.graphs)
+        assert worker.set_lora("style", path) is fails
+        assert not graphs.graphs
+        while graphs.capture_next():
+            pass
+        assert graphs.capture(bucket)
+        prefer_replays(graphs)
+        replays = sum(graphs.replays.values())
+        pictures += worker.denoise(request)
+        assert sum(graphs.replays.values()) > replays
+        worker.stage.graphs = None
+        pictures += worker.denoise(request)
+        worker.stage.graphs = graphs
+    with_lora, eagerly_with_lora, after_failure, eagerly_after_failure = pictures
+    assert_close([with_lora], [eagerly_with_lora], graphs.dtype)
+    assert_close([after_failure], [eagerly_after_failure], graphs.dtype)
+    assert not torch.allclose(with_lora, plain, rtol=0.01, atol=0.01)
 
 
 def test_memory_is_flat_over_500_requests(graphs):
