@@ -168,7 +168,7 @@ def measure(engines, size: int, args) -> None:
         for configuration in order[turn:] + order[:turn]:
             times[configuration].append(picture(configuration))
     title = f"{size}x{size}, {args.steps} steps, {args.rounds} rounds"
-    print_section(title, steps_table(times))
+    print_section(title, steps_table(times, first_picture))
 
 
 def steps_table(times, first_picture) -> str:
