@@ -51,10 +51,11 @@ def graphs(worker):
     return graphs
 
 
-def free_bytes() -> int:
+def held_bytes() -> int:
+    """Device memory of this process's allocator, pools of graphs included."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info()[0]
+    return torch.cuda.memory_reserved()
 
 
 def draw() -> None:
@@ -179,11 +180,11 @@ def test_a_failed_capture_is_undone(worker, graphs, kind):
     graphs.refused.clear()
     with forward_replaced(graphs, failing(kind, graphs.forward)):
         assert not graphs.capture(bucket)
-        before = free_bytes()
+        before = held_bytes()
         for _ in range(3):
             assert not graphs.capture(bucket)
     # a capture that could not be ended keeps its graph for good, and with it a small block
-    assert before - free_bytes() < 3 * 4 * MB
+    assert held_bytes() - before <= 3 * 2 * MB
     assert torch.equal(torch.randn(4, device="cuda"), first)  # and draws nothing
     assert not torch.cuda.is_current_stream_capturing()
     assert all(map(torch.equal, replay(graphs, some, samples), wanted))
@@ -314,14 +315,20 @@ def test_capture_while_another_thread_uses_the_device(graphs):
     graphs._tidy()
 
 
-def test_dropping_gives_the_memory_back(graphs):
-    before = free_bytes()
-    held = graphs.budget.used
+def test_dropping_gives_the_memory_back(worker, graphs):
+    from sglang.multimodal_gen.runtime.bucket_cuda_graph.build import capture_declared
+
     graphs.drop("test")
-    assert not graphs.graphs and not graphs.budget.used
-    given = free_bytes() - before
-    print(f"{held / MB:.1f} MB counted, {given / MB:.1f} MB given back")
-    assert given >= 0.8 * held
+    without, free = held_bytes(), torch.cuda.mem_get_info()[0]
+    for _ in range(3):
+        capture_declared(graphs, worker.stage, worker.server_args)
+        assert len(graphs.graphs) == 16
+        assert held_bytes() > without
+        graphs.drop("test")
+        assert not graphs.budget.used
+        assert held_bytes() == without
+    # graphs themselves live outside of the allocator, where other processes count too
+    print(f"{(free - torch.cuda.mem_get_info()[0]) / MB:.1f} MB of the device more than before")
 
 
 def test_a_full_budget_drops_the_least_recently_used(graphs):
@@ -392,9 +399,9 @@ def test_memory_is_flat_over_500_requests(graphs):
     ]
     for step in steps:
         replay(graphs, *step)
-    before = free_bytes()
+    before = held_bytes()
     for index in range(500):
         bucket = steps[index % len(steps)][0]
         for _ in range(2):
             replay(graphs, bucket, random_samples(graphs, bucket, bucket.rows, seed=index))
-    assert before - free_bytes() < 4 * MB
+    assert held_bytes() <= before
