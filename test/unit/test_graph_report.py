@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from sglang.multimodal_gen.configs.bucket_graphs import BucketGraphConfig
+from sglang.multimodal_gen.guidance_buckets.graph_flags import graph_arguments, graph_config
 from sglang.multimodal_gen.runtime.bucket_cuda_graph import build, report
 from sglang.multimodal_gen.runtime.bucket_cuda_graph.buckets import Cost, GraphBucket, GraphShape
 from sglang.multimodal_gen.runtime.bucket_cuda_graph.budget import GraphBudget
@@ -112,16 +113,36 @@ def test_obstacles(changes, named):
     assert named is None or named in obstacles[0]
 
 
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(build, "current_platform", SimpleNamespace(is_cuda=lambda: False))
+
+
 @pytest.mark.parametrize("mode", ["full", "breakable"])
+@pytest.mark.usefixtures("no_gpu")
 def test_a_host_without_a_gpu_refuses_graphs_asked_for_by_name(mode):
     with pytest.raises(GuidanceUnsupported, match=f"^--bucket-graphs {mode} .*without a CUDA GPU"):
         build.check_settings(server_args(mode))
 
 
 @pytest.mark.parametrize("mode", ["auto", "off"])
+@pytest.mark.usefixtures("no_gpu")
 def test_and_has_none_otherwise(mode):
     build.check_settings(server_args(mode))
     assert build.build_bucket_graphs(None, server_args(mode)) is None
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"bucket_graphs": "off"},
+        {"bucket_graphs": "full", "bucket_graph_rows": [2, 8], "bucket_graph_memory_gb": 4},
+    ],
+)
+def test_settings_survive_being_handed_to_a_role(given):
+    config = graph_config(given)
+    assert graph_config(graph_arguments(config)) == config
 
 
 @pytest.mark.parametrize(
