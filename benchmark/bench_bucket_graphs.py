@@ -141,12 +141,14 @@ def measure(engines, size: int, args) -> None:
             return [step * configuration.images for step in steps]  # one image after another
         return steps[_AHEAD:]
 
+    first_picture: dict[Configuration, float] = {}
+
     def warm_up(engine: str) -> list[Configuration]:
         failed = []
         for configuration in configurations:
             if configuration.engine == engine:
                 try:
-                    picture(configuration)
+                    first_picture[configuration] = statistics.median(picture(configuration))
                 except Exception as error:
                     print(f"{configuration.name}: {str(error)[-600:]}", flush=True)
                     failed.append(configuration)
@@ -166,10 +168,10 @@ def measure(engines, size: int, args) -> None:
         for configuration in order[turn:] + order[:turn]:
             times[configuration].append(picture(configuration))
     title = f"{size}x{size}, {args.steps} steps, {args.rounds} rounds"
-    print_section(title, steps_table(times))
+    print_section(title, steps_table(times, first_picture))
 
 
-def steps_table(times) -> str:
+def steps_table(times, first_picture) -> str:
     rows = []
     for configuration in times:
         base = next(

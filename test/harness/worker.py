@@ -92,6 +92,20 @@ class Worker:
             running = [sample for sample in running if not sample.done]
         return [sample.ctx.latents.clone() for sample in samples]
 
+    def set_lora(self, nickname: str, path: Path) -> bool:
+        """A LoRA request as the scheduler's process handles one; whether it failed."""
+        from sglang.multimodal_gen.runtime.entrypoints.control_requests import SetLoraReq
+        from sglang.multimodal_gen.runtime.managers.scheduler import Scheduler
+
+        scheduler = Scheduler.__new__(Scheduler)
+        scheduler.worker, scheduler.server_args = self.worker, self.server_args
+        scheduler.request_handlers = {SetLoraReq: scheduler._handle_set_lora}
+        try:
+            scheduler._dispatch_single_request(SetLoraReq(nickname, str(path)))
+        except Exception:
+            return True
+        return False
+
     def close(self) -> None:
         from sglang.multimodal_gen.runtime.distributed.parallel_state import (
             cleanup_dist_env_and_memory,
@@ -102,3 +116,23 @@ class Worker:
         cleanup_dist_env_and_memory()
         os.environ.clear()
         os.environ.update(self._environ)
+
+
+def write_lora(worker: Worker, directory: Path) -> Path:
+    """A random LoRA of rank 2 for one projection of GLM-Image's first block."""
+    import torch
+    from safetensors.torch import save_file
+
+    weight = worker.stage.transformer.transformer_blocks[0].attn1.to_v.weight
+    out, width = weight.shape
+    generator = torch.Generator().manual_seed(0)
+    name = "transformer_blocks.0.attn1.to_v"
+    path = directory / "pytorch_lora_weights.safetensors"
+    save_file(
+        {
+            f"{name}.lora_A.weight": torch.randn(2, width, generator=generator),
+            f"{name}.lora_B.weight": torch.randn(out, 2, generator=generator),
+        },
+        path,
+    )
+    return path

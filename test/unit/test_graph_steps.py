@@ -14,7 +14,7 @@ from harness.graphs import (
     random_samples,
     replay,
 )
-from harness.worker import Worker
+from harness.worker import Worker, write_lora
 
 FAMILIES = {"glm-image": 12, "sd3-medium": 4}  # and how many buckets are declared
 REQUESTS = [
@@ -228,3 +228,20 @@ def test_control_requests(worker, graphs, name, drops):
     scheduler = SimpleNamespace(worker=worker.worker, server_args=worker.server_args)
     drop_bucket_graphs(scheduler, type(name, (), {})())
     assert bool(graphs.graphs) is not drops
+
+
+def test_lora_switch(worker, graphs, tmp_path):
+    if worker.family != "glm-image":
+        pytest.skip("its DiT has no LoRA layers")
+    before = [worker.denoise(REQUESTS[0])[0]]
+    assert worker.set_lora("style", tmp_path / "missing")
+    assert not graphs.graphs  # also where it failed
+    assert not worker.set_lora("style", write_lora(worker, tmp_path))
+    while graphs.capture_next():
+        prefer_replays(graphs)
+    replays = sum(graphs.replays.values())
+    (got,) = worker.denoise(REQUESTS[0])
+    assert sum(graphs.replays.values()) > replays
+    worker.stage.graphs = None
+    assert_close([got], worker.denoise(REQUESTS[0]), torch.float32)
+    assert not torch.allclose(got, before[0], rtol=0.01, atol=0.01)

@@ -23,6 +23,7 @@ from sglang.multimodal_gen.configs.guidance import (
 from sglang.multimodal_gen.guidance_buckets.graph_flags import (
     GRAPH_ARGUMENTS,
     add_graph_flags,
+    graph_arguments,
     graph_config,
 )
 from sglang.multimodal_gen.guidance_buckets.wiring import require_hooks
@@ -148,8 +149,7 @@ def our_arguments(server_args: Any) -> dict[str, Any]:
     arguments = prior.prior_arguments(server_args)
     if guidance_is_on(server_args):
         given = {name: getattr(server_args, name) for name in _ARGUMENTS}
-        graphs = server_args.bucket_graphs
-        given |= {name: getattr(graphs, attribute) for name, attribute in GRAPH_ARGUMENTS.items()}
+        given |= graph_arguments(server_args.bucket_graphs)
         if not server_args.max_running_samples:
             del given["max_rows"], given["schedule_trace"]  # refused where they do nothing
         arguments |= given

@@ -11,6 +11,7 @@ from sglang.multimodal_gen.configs.bucket_graphs import (
     BucketGraphConfig,
     parse_resolution,
 )
+from sglang.multimodal_gen.configs.guidance import GuidanceError
 
 # argument name -> attribute of BucketGraphConfig
 GRAPH_ARGUMENTS = {
@@ -76,8 +77,20 @@ def graph_config(given: dict[str, Any]) -> BucketGraphConfig:
     Raises:
         GuidanceError: naming the flag.
     """
+    if given.get("bucket_graphs") == "off":
+        for name in GRAPH_ARGUMENTS:
+            if name in given and name != "bucket_graphs":
+                flag = "--" + name.replace("_", "-")
+                wanted = f"auto, full or breakable where {flag} is given"
+                raise GuidanceError("--bucket-graphs", "off", wanted)
     values = {GRAPH_ARGUMENTS[name]: given[name] for name in GRAPH_ARGUMENTS if name in given}
     for name in ("rows", "resolutions", "text_lengths"):
         if isinstance(values.get(name), list):
             values[name] = tuple(values[name])
     return BucketGraphConfig(**values)
+
+
+def graph_arguments(config: BucketGraphConfig) -> dict[str, Any]:
+    """The arguments that `graph_config` makes the same settings of."""
+    names = ["bucket_graphs"] if config.mode == "off" else GRAPH_ARGUMENTS
+    return {name: getattr(config, GRAPH_ARGUMENTS[name]) for name in names}

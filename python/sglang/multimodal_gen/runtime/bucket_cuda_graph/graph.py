@@ -16,8 +16,8 @@ from sglang.multimodal_gen.runtime.bucket_cuda_graph.recorder import Recorder, R
 # kernel sums in another order from call to call, this share of the largest value is allowed.
 TOLERANCE = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 1e-5}
 
-_WARM_UP_RUNS = 2  # the first also chooses kernels, which synchronizes
-_TIMED_RUNS = 3
+_TIMED_RUNS = 3  # back to back, as steps are
+_LONG_S = 0.1  # one run as long as this is timed well enough: a request may be on its way
 
 
 class GraphDiffers(RuntimeError):
@@ -110,40 +110,46 @@ def capture(
     start = time.perf_counter()
     forwards_s = 0.0
 
-    def timed(run: Callable[[], object], runs: int) -> float:
+    def seconds(run: Callable[[], object], runs: int = 1) -> float:
         nonlocal forwards_s
         _synchronize(meter.device)
         begin = time.perf_counter()
         for _ in range(runs):
             run()
         _synchronize(meter.device)
-        seconds = time.perf_counter() - begin
-        forwards_s += seconds
-        return 1000 * seconds / runs
+        passed = time.perf_counter() - begin
+        forwards_s += passed
+        return passed / runs
+
+    def milliseconds(run: Callable[[], object]) -> float:
+        once = seconds(run)
+        return 1000 * (once if once > _LONG_S else seconds(run, _TIMED_RUNS))
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
         return forward(bucket.rows)
 
     randomize(0)
     with recorder.stream():
-        timed(run, _WARM_UP_RUNS)
-        may_record(meter.activations(lambda: timed(run, 1)))
-        eager_ms = timed(run, _TIMED_RUNS)
+        seconds(run)  # chooses kernels, which synchronizes
+        may_record(meter.activations(lambda: seconds(run)))
+        eager_ms = milliseconds(run)
     reserved, outside = meter.reserved(), meter.outside()
     recording, (rows_out, combined) = recorder.record(run)
     graph = BucketGraph(bucket, recording, rows_out, combined, context)
     graph.pool_bytes = meter.reserved() - reserved
     try:
         randomize(1)
-        graph.replay()  # uploads the graph, too
+        seconds(graph.replay)  # uploads the graph, too
         graph.own_bytes = max(0, meter.outside() - outside)
         replayed = (rows_out.clone(), combined.clone())
+        eager: list[torch.Tensor] = []
         with recorder.stream():
-            graph.error = max(map(_difference, replayed, run()))
+            seconds(lambda: eager.extend(run()))
+        graph.error = max(map(_difference, replayed, eager))
         tolerance = TOLERANCE[getattr(torch, bucket.shape.dtype)]
         if not graph.error <= tolerance:
             raise GraphDiffers(f"it differs from eager by {graph.error:.1e}, over {tolerance:.1e}")
-        graph.cost = Cost(replay_ms=timed(graph.replay, _TIMED_RUNS), eager_ms=eager_ms)
+        graph.cost = Cost(replay_ms=milliseconds(graph.replay), eager_ms=eager_ms)
     except BaseException:
         recorder.reset(recording)
         raise
