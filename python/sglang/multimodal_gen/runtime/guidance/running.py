@@ -30,6 +30,11 @@ class Decision:
     samples: tuple[int, ...] = ()
     priors: list[Prior] | Exception | None = None
 
+    @property
+    def repeatable(self) -> bool:
+        """Whether the same words can mean the same again: no waiting item is taken by them."""
+        return self.action in ("step", "idle")
+
 
 @dataclass(eq=False)
 class Admitted:

@@ -8,16 +8,18 @@ request that is ready, run one step of some running samples, run one item upstre
 nothing.
 """
 
+import pickle
 import time
 from collections import deque
 from collections.abc import Hashable
 from concurrent.futures import Future
 from typing import Any
 
+import torch
+import torch.distributed as dist
 import zmq
 
 from sglang.multimodal_gen.runtime.distributed.parallel_state import get_replica_group
-from sglang.multimodal_gen.runtime.distributed.utils import broadcast_pyobj
 from sglang.multimodal_gen.runtime.entrypoints.control_requests import ListLorasReq
 from sglang.multimodal_gen.runtime.guidance.abort import AbortReq
 from sglang.multimodal_gen.runtime.guidance.agreement import (
@@ -70,6 +72,7 @@ class BucketScheduler:
         self.decides = self.group.rank_in_group == 0
         self.running: dict[int, Running] = {}
         self.turns = FairTurns()
+        self.decided: Decision | None = None  # the last that was sent
         self.agreed: list[tuple[int, int]] | None = None  # what the ranks agreed to step next
         # of GLM-Image with an AR server; on the rank that decides
         self.fetcher = getattr(self.runner.stages_before[0], "prior_service", None)
@@ -210,16 +213,22 @@ class BucketScheduler:
         return None
 
     def _agree(self, decision: Decision | None) -> Decision:
-        """Rank 0's decision, on every rank."""
+        """Rank 0's decision, on every rank; one that it repeats is not sent again."""
         if self.alone:
             return decision
-        (decided,) = broadcast_pyobj(
-            [decision] if self.decides else [],
-            self.group.rank,
-            self.group.cpu_group,
-            src=self.group.ranks[0],
-        )
-        return decided
+        payload = b""
+        if self.decides and not (decision.repeatable and decision == self.decided):
+            payload = pickle.dumps(decision)
+        size = torch.tensor([len(payload)])
+        source, group = self.group.ranks[0], self.group.cpu_group
+        dist.broadcast(size, source, group=group)
+        if size:
+            words = torch.empty(int(size), dtype=torch.uint8)
+            if self.decides:
+                words = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+            dist.broadcast(words, source, group=group)
+            self.decided = decision if self.decides else pickle.loads(words.numpy().tobytes())
+        return self.decided
 
     def _act(self, decision: Decision) -> None:
         # one preparation between two steps: it must not stall the samples that run
