@@ -187,9 +187,18 @@ def steps_table(times, first_picture) -> str:
         own = statistics.median(spread)
         gain = "" if base is None else f"{_median(times[base]) / own:.2f}"
         rows.append(
-            [configuration.name, f"{own:.2f}", f"{min(spread):.1f}-{max(spread):.1f}", gain]
+            [
+                configuration.name,
+                f"{own:.2f}",
+                f"{min(spread):.1f}-{max(spread):.1f}",
+                gain,
+                f"{first_picture[configuration]:.1f}",
+            ]
         )
-    header = ["configuration", "ms a guided step of all images", "min-max", "x upstream"]
+    header = [
+        *("configuration", "ms a guided step of all images", "min-max", "x upstream"),
+        "in the first picture",
+    ]
     return markdown_table(header, rows)
 
 

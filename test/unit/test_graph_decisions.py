@@ -138,6 +138,19 @@ def test_the_cheaper_of_padding_and_eager(rows, costs, wanted):
 
 
 @pytest.mark.parametrize(
+    ("rows", "token_share", "wanted"),
+    [
+        (8, 1.0, 8),
+        (8, 275 / 320, None),  # 19 text tokens padded to 64: 63 ms, 58 eagerly
+        (2, 275 / 320, 2),  # 19 ms against 57
+    ],
+)
+def test_padding_of_texts_counts_against_a_replay(rows, token_share, wanted):
+    costs = {2: Cost(19, 66), 8: Cost(63, 67)}
+    assert cheapest_rows(rows, costs, token_share) == wanted
+
+
+@pytest.mark.parametrize(
     ("rows", "wanted"), [(1, 115), (2, 225), (3, 331), (4, 437), (8, 874), (0.5, 57.5)]
 )
 def test_eager_cost_between_buckets(rows, wanted):

@@ -94,13 +94,15 @@ def eager_ms(rows: int, costs: Mapping[int, Cost]) -> float:
     return nearest_ms * rows / nearest
 
 
-def cheapest_rows(rows: int, costs: Mapping[int, Cost]) -> int | None:
+def cheapest_rows(rows: int, costs: Mapping[int, Cost], token_share: float = 1.0) -> int | None:
     """The captured row bucket that `rows` are padded up to, or None where eager is cheaper.
 
     Args:
         costs: of the captured buckets of one shape, by their rows.
+        token_share: tokens of a row whose text is not padded, as a share of the shape's. Eager is
+            taken for as much cheaper, which it is where arithmetic limits it.
     """
     bucket = row_bucket(rows, list(costs))
-    if bucket is None or costs[bucket].replay_ms > eager_ms(rows, costs):
+    if bucket is None or costs[bucket].replay_ms > token_share * eager_ms(rows, costs):
         return None
     return bucket

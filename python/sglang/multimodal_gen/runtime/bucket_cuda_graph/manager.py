@@ -145,6 +145,17 @@ class BucketGraphs:
             self._tokens[latent_shape] = self.adapter.image_tokens(latents)
         return self._tokens[latent_shape]
 
+    def _token_share(self, shape: GraphShape, samples: Sequence[GraphSample]) -> float:
+        if not shape.masked:
+            return 1.0
+        longest = max(
+            self.adapter.text_of(kwargs).shape[1]
+            for sample in samples
+            for kwargs in sample.branches.values()
+        )
+        image_tokens = self._image_tokens(shape.latent_shape)
+        return (image_tokens + longest) / (image_tokens + shape.text_length)
+
     def _row_buckets(self, shape: GraphShape) -> tuple[int, ...]:
         return self.config.rows_for(self._image_tokens(shape.latent_shape))
 
@@ -209,7 +220,7 @@ class BucketGraphs:
         costs = {b.rows: graph.cost for b, graph in self.graphs.items() if b.shape == shape}
         if row_bucket(rows, list(costs)) is None:
             return self._miss("not captured")
-        bucket_rows = cheapest_rows(rows, costs)
+        bucket_rows = cheapest_rows(rows, costs, self._token_share(shape, samples))
         if bucket_rows is None:
             return self._miss("eager is cheaper")
         if self._weights_at != self._weights_now():
