@@ -88,7 +88,7 @@ def server_args(mode="auto", **changes):
         transformer_weights_path=None,
         num_gpus=1,
         dp_size=1,
-        dit_layerwise_offload=False,
+        is_dit_layerwise_offload_selected=False,
         use_fsdp_inference=False,
     )
     return SimpleNamespace(**(values | changes))
@@ -103,7 +103,7 @@ def server_args(mode="auto", **changes):
         ({"enable_torch_compile": True}, "--enable-torch-compile"),
         ({"quantization": "fp8"}, "quantized"),
         ({"transformer_weights_path": "model.gguf"}, "quantized"),
-        ({"dit_layerwise_offload": True}, "weights move"),
+        ({"is_dit_layerwise_offload_selected": True}, "weights move"),
         ({"use_fsdp_inference": True}, "weights move"),
     ],
 )

@@ -201,6 +201,26 @@ def test_lazy_capture(worker, graphs):
     assert graphs.misses == {"not captured": 4}
 
 
+def test_a_full_budget_keeps_what_as_many_steps_ask_for(worker, graphs):
+    """Idle captures end: a bucket never takes the place of one that is wanted as much."""
+    buckets = sorted(graphs.graphs)
+    for bucket in buckets:
+        graphs.budget.own[bucket] = 10
+        for _ in range(5):
+            graphs.demand.add(bucket, replayed=True)
+    graphs.budget.limit = graphs.budget.used - 1
+    other = replace(buckets[-1], shape=replace(buckets[-1].shape, latent_shape=(16, 12, 12)))
+    for _ in range(5 * len(buckets)):
+        graphs.demand.add(other, replayed=False)
+    graphs.demand.steps[other] = 5  # no more than any of them
+    assert not graphs.capture(other, spare=graphs.demand.steps[other])
+    assert "budget is full" in graphs.refused[other]
+    assert sorted(graphs.graphs) == buckets
+    graphs.refused.clear()
+    assert graphs.capture(other, spare=6)
+    assert len(graphs.graphs) == len(buckets)
+
+
 def test_weights_that_moved_drop_all_graphs(worker, graphs):
     parameter = next(worker.stage.transformer.parameters())
     parameter.data = parameter.data.clone()

@@ -47,7 +47,7 @@ def settings_obstacles(server_args: Any) -> Iterator[str]:
             f"{ranks} ranks a replica (a capture or a replay that fails on one rank would leave "
             "the others waiting in a collective)"
         )
-    if server_args.dit_layerwise_offload or server_args.use_fsdp_inference:
+    if server_args.is_dit_layerwise_offload_selected or server_args.use_fsdp_inference:
         yield "a DiT whose weights move (layerwise offload or FSDP)"
 
 

@@ -255,29 +255,18 @@ class BucketGraphs:
 
     # --- capture --------------------------------------------------------------------------------
 
-    def capture(self, bucket: GraphBucket) -> bool:
-        """Whether the bucket has a graph afterwards; a failure leaves nothing behind."""
+    def capture(self, bucket: GraphBucket, *, spare: int | None = None) -> bool:
+        """Whether the bucket has a graph afterwards; a failure leaves nothing behind.
+
+        Args:
+            spare: of graphs that must go to make room, only those that fewer steps than this
+                asked for; None: any.
+        """
+        if self.graphs and self._weights_at != self._weights_now():
+            self.drop("the weights moved")
         self._weights_at = self._weights_now()
-        self.mount(bucket.shape.quality)
-        inputs = self._inputs.get(bucket.shape) or self._make_inputs(bucket.shape)
-        self._inputs[bucket.shape] = inputs
         try:
-            graph = capture(
-                bucket,
-                inputs,
-                lambda rows: self.forward(inputs, rows),
-                self.recorder,
-                self.context,
-                lambda seed: inputs.load(self._random_samples(bucket, seed), bucket.rows),
-                self.meter,
-                self._make_room,
-            )
-            if self.config.mode == "auto" and graph.cost.replay_ms >= graph.cost.eager_ms:
-                self.recorder.reset(graph.recording)
-                raise GraphRefused(
-                    f"it does not pay: {graph.cost.replay_ms:.2f} ms against "
-                    f"{graph.cost.eager_ms:.2f} ms eagerly"
-                )
+            graph = self._capture(bucket, spare)
         except Exception as error:
             self.refused[bucket] = str(error)
             logger.warning("No graph for %s, it runs eagerly: %s", bucket.label, error)
@@ -286,6 +275,28 @@ class BucketGraphs:
             self.budget.add(bucket, graph.own_bytes, self.budget.pool + graph.pool_bytes)
         self._tidy()
         return bucket in self.graphs
+
+    def _capture(self, bucket: GraphBucket, spare: int | None) -> BucketGraph:
+        self.mount(bucket.shape.quality)
+        inputs = self._inputs.get(bucket.shape) or self._make_inputs(bucket.shape)
+        self._inputs[bucket.shape] = inputs
+        graph = capture(
+            bucket,
+            inputs,
+            lambda rows: self.forward(inputs, rows),
+            self.recorder,
+            self.context,
+            lambda seed: inputs.load(self._random_samples(bucket, seed), bucket.rows),
+            self.meter,
+            lambda activations: self._make_room(activations, spare),
+        )
+        if self.config.mode == "auto" and graph.cost.replay_ms >= graph.cost.eager_ms:
+            self.recorder.reset(graph.recording)
+            raise GraphRefused(
+                f"it does not pay: {graph.cost.replay_ms:.2f} ms against "
+                f"{graph.cost.eager_ms:.2f} ms eagerly"
+            )
+        return graph
 
     def _make_inputs(self, shape: GraphShape) -> StaticInputs:
         (sample,) = self._random_samples(GraphBucket(shape=shape, rows=1), seed=0)
@@ -326,7 +337,7 @@ class BucketGraphs:
             rows += len(names)
         return samples
 
-    def _make_room(self, activations: int) -> None:
+    def _make_room(self, activations: int, spare: int | None) -> None:
         own = max((graph.own_bytes for graph in self.graphs.values()), default=0)
         drops = self.budget.make_room(own, activations)
         if drops is None:
@@ -334,6 +345,8 @@ class BucketGraphs:
                 f"it needs {_mb(own + activations)} MB of --bucket-graph-memory-gb, "
                 f"{_mb(self.budget.limit)} MB"
             )
+        if spare is not None and any(self.demand.steps[bucket] >= spare for bucket in drops):
+            raise GraphRefused("the budget is full of graphs that as many steps ask for")
         for bucket in drops:
             logger.info("Bucket graph %s dropped for another: least recently used", bucket.label)
             self._drop_graph(bucket)
@@ -347,7 +360,7 @@ class BucketGraphs:
         bucket = self.demand.next_capture(self.graphs.keys(), self.refused.keys())
         if bucket is None:
             return False
-        if self.capture(bucket):
+        if self.capture(bucket, spare=self.demand.steps[bucket]):
             graph = self.graphs[bucket]
             logger.info(
                 "Bucket graph %s captured in %.2f s: %.2f ms against %.2f ms eagerly; "

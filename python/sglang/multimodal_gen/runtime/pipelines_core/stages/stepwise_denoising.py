@@ -232,6 +232,8 @@ class StepwiseDenoisingMixin(BucketizedDenoisingMixin):
             if replayed is not None:
                 self._count(groups, server_args)
                 return replayed
+        elif self.graphs is not None:
+            self.graphs.count_alone()
         packed = self._pack_groups(groups)
         first = samples[0]
         with (
