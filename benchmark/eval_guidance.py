@@ -52,13 +52,13 @@ def main() -> None:
     evaluation.run(sweep, "constant scales")
     scale = args.scale or best_scale(evaluation, sweep)
     print(f"the best constant scale: {scale:g}", flush=True)
+    (args.output / "setup.json").write_text(
+        json.dumps({"scale": scale, "machine": evaluation.machine, **evaluation.setup}, indent=1)
+    )
     everything = list(settings(scale, args.steps))
     if args.only:
         everything = [setting for setting in everything if args.only in setting.group]
     evaluation.run(everything, "settings")
-    (args.output / "setup.json").write_text(
-        json.dumps({"scale": scale, "machine": evaluation.machine, **evaluation.setup}, indent=1)
-    )
     write_csv(evaluation, everything, args.output / "settings.csv")
     try:
         from curve_plots import draw_plots
@@ -137,7 +137,8 @@ class Evaluation:
         started = time.monotonic()
         for index, setting in enumerate(fresh):
             if time.monotonic() > self.until:
-                sys.exit(f"out of time after {index} of {len(fresh)} {what}; run again to go on")
+                print(f"out of time after {index} of {len(fresh)} {what}; run again to go on")
+                return
             result = self.measure(setting)
             self.path(setting).write_text(json.dumps(result))
             spent = time.monotonic() - started
@@ -230,6 +231,8 @@ class Evaluation:
 
 def best_scale(evaluation: Evaluation, sweep: list[Setting]) -> float:
     """The lowest scale of those with the most pictures all right."""
+    if not all(evaluation.path(setting).exists() for setting in sweep):
+        sys.exit("the constant scales come first: run again to finish them")
     results = [evaluation.result(setting) for setting in sweep]
     best = max(result["all_right"][0] for result in results)
     return min(r["mean_scale"] for r in results if r["all_right"][0] == best)
@@ -241,6 +244,8 @@ def write_csv(evaluation: Evaluation, everything: list[Setting], path: Path) -> 
         writer = csv.writer(file)
         writer.writerow(head + [f"{m}{end}" for m in MEASURES for end in ("", "_low", "_high")])
         for setting in everything:
+            if not evaluation.path(setting).exists():
+                continue
             result = {**evaluation.result(setting), **asdict(setting)}
             row = [result[name] for name in head]
             for measure in MEASURES:
