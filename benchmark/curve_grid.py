@@ -73,8 +73,8 @@ def _matched_mean(scale: float, steps: int) -> Iterator[Setting]:
                 yield _shifted(
                     f"{name} {direction} {spread:g}", name, start, end, "", scale, steps
                 )
-        for where in (0.25, 0.5, 0.75):
-            yield _shifted(f"peak {spread:g}@{where:g}", "peak", low, high, f"@{where}", scale, steps)
+        for at in ("@0.25", "@0.5", "@0.75"):
+            yield _shifted(f"peak {spread:g}{at}", "peak", low, high, at, scale, steps)
         yield _shifted(f"valley {spread:g}@0.5", "peak", high, low, "@0.5", scale, steps)
     for times, until in ((1.5, 0.125), (2, 0.125), (3, 0.125), (1.33, 0.2), (1.5, 0.4), (1.8, 0.4)):
         yield _shifted(

@@ -113,7 +113,7 @@ class Evaluation:
             torch.save(conditions.codes.cpu().short(), path)
         codes = torch.load(path)
         if len(codes) != len(texts):
-            sys.exit(f"{path}: holds {len(codes)} pictures, not {len(texts)}: another output folder")
+            sys.exit(f"{path} is of {len(codes)} pictures, not {len(texts)}: take another folder")
         return self.sampler.with_codes(codes.long().to(self.device), quoted)
 
     def _reference(self):

@@ -76,7 +76,7 @@ def main() -> None:
 
 @dataclass
 class Pool:
-    """Scenes as one grid sees them. Pictures are [N, 3, side, side] in 8 bits, labels a cell each."""
+    """Scenes as one grid sees them: pictures [N, 3, side, side] in 8 bits, labels a cell each."""
 
     seen: torch.Tensor
     wanted: torch.Tensor

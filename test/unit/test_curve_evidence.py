@@ -1,4 +1,4 @@
-"""The evaluation's arithmetic: what is matched is matched, and intervals are what they are called."""
+"""The arithmetic of the evidence: what is matched is matched, intervals are what they say."""
 
 import sys
 from pathlib import Path
