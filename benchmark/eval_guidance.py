@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from curve_grid import EACH_STEP, SCALES, Setting, settings
+from curve_grid import SCALES, Setting, settings
 from curve_metrics import (
     FeatureSpace,
     FrechetDistance,
@@ -74,7 +74,7 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--pictures", type=int, default=2000, metavar="N", help="a setting")
+    parser.add_argument("--pictures", type=int, default=1000, metavar="N", help="a setting")
     parser.add_argument("--steps", type=int, default=20, metavar="N")
     parser.add_argument("--batch", type=int, default=500, metavar="N")
     parser.add_argument("--scale", type=float, help="instead of the best constant scale")
@@ -131,9 +131,7 @@ class Evaluation:
 
     def run(self, todo: list[Setting], what: str) -> None:
         """Run what has no file yet."""
-        # a curve's bucket counts one after the other, the continuous curve first
-        fresh = {s.key: s for s in todo if not self.path(s).exists()}.values()
-        fresh = sorted(fresh, key=lambda s: (s.group, s.curve, s.buckets != EACH_STEP))
+        fresh = list({s.key: s for s in todo if not self.path(s).exists()}.values())
         started = time.monotonic()
         for index, setting in enumerate(fresh):
             if time.monotonic() > self.until:
