@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which curves and bucket counts are compared, and what each is matched with."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -92,7 +93,7 @@ def _shifted(
         end = (mean * steps - start * count) / (steps - count)
     else:
         trial = Setting("", "", f"{name}:{_n(start)}:{_n(end)}{at}", steps).schedule()
-        move = mean - sum(trial.scales) / steps
+        move = mean - math.fsum(trial.scales) / steps  # alike in every Python
         start, end = start + move, end + move
     return Setting(
         "matched mean", label, f"{name}:{_n(max(start, 0))}:{_n(max(end, 0))}{at}", steps

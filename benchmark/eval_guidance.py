@@ -10,7 +10,6 @@ end DIR/settings.csv has a line a setting, and the plots are drawn where matplot
 """
 
 import argparse
-import csv
 import json
 import platform
 import sys
@@ -29,6 +28,7 @@ from curve_metrics import (
     mean_interval,
     share_interval,
 )
+from curve_table import result_path, write_table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "shapes"))
 from draw import draw
@@ -38,7 +38,6 @@ from scenes import captions, sample_scenes, words
 
 REFERENCE_PICTURES = 10_000
 SEED = 2026
-MEASURES = ("scene", "word", "all_right", "frechet", "saturation", "clipped", "drift")
 
 
 def main() -> None:
@@ -59,7 +58,7 @@ def main() -> None:
     if args.only:
         everything = [setting for setting in everything if args.only in setting.group]
     evaluation.run(everything, "settings")
-    write_csv(evaluation, everything, args.output / "settings.csv")
+    write_table(args.output)
     try:
         from curve_plots import draw_plots
     except ModuleNotFoundError as error:
@@ -124,7 +123,7 @@ class Evaluation:
             yield draw(scenes[start : start + self.args.batch].to(self.device))
 
     def path(self, setting: Setting) -> Path:
-        return self.args.output / "settings" / f"{setting.key}.json"
+        return result_path(self.args.output, setting)
 
     def result(self, setting: Setting) -> dict:
         return json.loads(self.path(setting).read_text())
@@ -234,22 +233,6 @@ def best_scale(evaluation: Evaluation, sweep: list[Setting]) -> float:
     results = [evaluation.result(setting) for setting in sweep]
     best = max(result["all_right"][0] for result in results)
     return min(r["mean_scale"] for r in results if r["all_right"][0] == best)
-
-
-def write_csv(evaluation: Evaluation, everything: list[Setting], path: Path) -> None:
-    head = ["group", "label", "curve", "steps", "buckets", "mode", "mean_scale", "forwards"]
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(head + [f"{m}{end}" for m in MEASURES for end in ("", "_low", "_high")])
-        for setting in everything:
-            if not evaluation.path(setting).exists():
-                continue
-            result = {**evaluation.result(setting), **asdict(setting)}
-            row = [result[name] for name in head]
-            for measure in MEASURES:
-                row += [f"{v:.5g}" for v in result[measure]] if result[measure] else [""] * 3
-            writer.writerow(row)
-    print(path)
 
 
 if __name__ == "__main__":
