@@ -41,7 +41,7 @@ $(COMPLETE):
 	@touch "$@"
 	@echo "== The environment is complete"
 
-demo: env ## serve a checkpoint and ask it for one image: MODEL=DIR (default: a tiny random one), DEMO_ARGS=
+demo: env ## serve a checkpoint, ask it with several curves: MODEL=DIR (default: examples/shapes), DEMO_ARGS=
 	@"$(BIN)/python" -u examples/demo.py $(if $(MODEL),--model "$(MODEL)") $(DEMO_ARGS)
 
 test: env ## run the tests: PYTEST_ARGS=, such as PYTEST_ARGS=test/unit

@@ -11,7 +11,7 @@ FILTERS, FILTER_SIDE = 24, 5
 PYRAMID = (1, 2, 4, 8)  # picture sides are divided by these
 CELLS = 3  # a side, that responses are averaged over
 COMPONENTS = 64
-RESAMPLES = 200
+RESAMPLES = 100
 SURE = 0.95
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plots of benchmark/eval_guidance.py's settings.csv. Bars and bands are 95% intervals.
+"""Table and plots of what benchmark/eval_guidance.py measured. Bars and bands are 95% intervals.
 
     python benchmark/curve_plots.py outputs/curves
 """
@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+from curve_table import write_table
 from matplotlib.axes import Axes
 
 NAMES = {
     "all_right": "everything right",
+    "change": "change in pictures all right, paired",
     "scene": "objects right",
     "word": "word readable",
     "frechet": "Fréchet distance (lower is better)",
@@ -88,7 +90,7 @@ def draw_matched_mean(rows: list[Row], base: Row):
     rows = sorted(rows, key=lambda row: row.number("frechet"))
     figure, panels = plt.subplots(1, 3, figsize=(13, 0.24 * len(rows) + 1.4), sharey=True)
     places = range(len(rows))
-    for axes, name in zip(panels, ("all_right", "frechet", "saturation")):
+    for axes, name in zip(panels, ("change", "frechet", "saturation")):
         axes.axvspan(
             base.number(f"{name}_low"), base.number(f"{name}_high"), color=GRAY, alpha=0.35, lw=0
         )
@@ -146,22 +148,23 @@ def draw_buckets(groups: dict[str, list[Row]]):
     if not chosen:
         raise KeyError("buckets")
     figure, panels = plt.subplots(1, 3, figsize=(13, 4))
+    counts = sorted({int(row["label"]) for row in sum(chosen.values(), []) if _constant(row)})
     for (group, rows), ink in zip(chosen.items(), (BLUE, RED, GREEN, "#8a5fb0")):
-        rows = [row for row in rows if row["mode"] == "constant"]
-        rows.sort(key=lambda row: int(row["label"]))
-        x = list(range(len(rows)))
-        for axes, name in zip(panels, ("all_right", "frechet", "drift")):
-            kept = [(place, row) for place, row in zip(x, rows) if row[name]]
-            _line(
-                axes, [p for p, _ in kept], [r for _, r in kept], name, ink,
-                label=group.removeprefix("buckets "),
-            )
+        rows = sorted(filter(_constant, rows), key=lambda row: int(row["label"]))
+        for axes, name in zip(panels, ("change", "frechet", "drift")):
+            kept = [row for row in rows if row[name]]
+            x = [counts.index(int(row["label"])) for row in kept]
+            _line(axes, x, kept, name, ink, label=group.removeprefix("buckets "))
             axes.set(xlabel="buckets (the last: one a step)", ylabel=NAMES[name])
-            axes.set_xticks(x, [row["label"] for row in rows])
+            axes.set_xticks(range(len(counts)), counts)
             _clean(axes)
     panels[0].legend(frameon=False, fontsize=9)
     figure.tight_layout()
     return figure
+
+
+def _constant(row: Row) -> bool:
+    return row["mode"] == "constant"
 
 
 def _line(axes: Axes, x, rows: list[Row], name: str, ink: str, label: str | None = None) -> None:
@@ -178,4 +181,5 @@ def _clean(axes: Axes) -> None:
 
 
 if __name__ == "__main__":
+    write_table(Path(sys.argv[1]))
     draw_plots(Path(sys.argv[1]))

@@ -10,7 +10,6 @@ end DIR/settings.csv has a line a setting, and the plots are drawn where matplot
 """
 
 import argparse
-import csv
 import json
 import platform
 import sys
@@ -20,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from curve_grid import EACH_STEP, SCALES, Setting, settings
+from curve_grid import SCALES, Setting, settings
 from curve_metrics import (
     FeatureSpace,
     FrechetDistance,
@@ -29,6 +28,7 @@ from curve_metrics import (
     mean_interval,
     share_interval,
 )
+from curve_table import result_path, write_table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "shapes"))
 from draw import draw
@@ -38,7 +38,6 @@ from scenes import captions, sample_scenes, words
 
 REFERENCE_PICTURES = 10_000
 SEED = 2026
-MEASURES = ("scene", "word", "all_right", "frechet", "saturation", "clipped", "drift")
 
 
 def main() -> None:
@@ -52,14 +51,14 @@ def main() -> None:
     evaluation.run(sweep, "constant scales")
     scale = args.scale or best_scale(evaluation, sweep)
     print(f"the best constant scale: {scale:g}", flush=True)
+    (args.output / "setup.json").write_text(
+        json.dumps({"scale": scale, "machine": evaluation.machine, **evaluation.setup}, indent=1)
+    )
     everything = list(settings(scale, args.steps))
     if args.only:
         everything = [setting for setting in everything if args.only in setting.group]
     evaluation.run(everything, "settings")
-    (args.output / "setup.json").write_text(
-        json.dumps({"scale": scale, "machine": evaluation.machine, **evaluation.setup}, indent=1)
-    )
-    write_csv(evaluation, everything, args.output / "settings.csv")
+    write_table(args.output)
     try:
         from curve_plots import draw_plots
     except ModuleNotFoundError as error:
@@ -74,7 +73,7 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--pictures", type=int, default=2000, metavar="N", help="a setting")
+    parser.add_argument("--pictures", type=int, default=1000, metavar="N", help="a setting")
     parser.add_argument("--steps", type=int, default=20, metavar="N")
     parser.add_argument("--batch", type=int, default=500, metavar="N")
     parser.add_argument("--scale", type=float, help="instead of the best constant scale")
@@ -113,7 +112,7 @@ class Evaluation:
             torch.save(conditions.codes.cpu().short(), path)
         codes = torch.load(path)
         if len(codes) != len(texts):
-            sys.exit(f"{path}: holds {len(codes)} pictures, not {len(texts)}: another output folder")
+            sys.exit(f"{path} is of {len(codes)} pictures, not {len(texts)}: take another folder")
         return self.sampler.with_codes(codes.long().to(self.device), quoted)
 
     def _reference(self):
@@ -124,20 +123,19 @@ class Evaluation:
             yield draw(scenes[start : start + self.args.batch].to(self.device))
 
     def path(self, setting: Setting) -> Path:
-        return self.args.output / "settings" / f"{setting.key}.json"
+        return result_path(self.args.output, setting)
 
     def result(self, setting: Setting) -> dict:
         return json.loads(self.path(setting).read_text())
 
     def run(self, todo: list[Setting], what: str) -> None:
         """Run what has no file yet."""
-        # a curve's bucket counts one after the other, the continuous curve first
-        fresh = {s.key: s for s in todo if not self.path(s).exists()}.values()
-        fresh = sorted(fresh, key=lambda s: (s.group, s.curve, s.buckets != EACH_STEP))
+        fresh = list({s.key: s for s in todo if not self.path(s).exists()}.values())
         started = time.monotonic()
         for index, setting in enumerate(fresh):
             if time.monotonic() > self.until:
-                sys.exit(f"out of time after {index} of {len(fresh)} {what}; run again to go on")
+                print(f"out of time after {index} of {len(fresh)} {what}; run again to go on")
+                return
             result = self.measure(setting)
             self.path(setting).write_text(json.dumps(result))
             spent = time.monotonic() - started
@@ -230,23 +228,11 @@ class Evaluation:
 
 def best_scale(evaluation: Evaluation, sweep: list[Setting]) -> float:
     """The lowest scale of those with the most pictures all right."""
+    if not all(evaluation.path(setting).exists() for setting in sweep):
+        sys.exit("the constant scales come first: run again to finish them")
     results = [evaluation.result(setting) for setting in sweep]
     best = max(result["all_right"][0] for result in results)
     return min(r["mean_scale"] for r in results if r["all_right"][0] == best)
-
-
-def write_csv(evaluation: Evaluation, everything: list[Setting], path: Path) -> None:
-    head = ["group", "label", "curve", "steps", "buckets", "mode", "mean_scale", "forwards"]
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(head + [f"{m}{end}" for m in MEASURES for end in ("", "_low", "_high")])
-        for setting in everything:
-            result = {**evaluation.result(setting), **asdict(setting)}
-            row = [result[name] for name in head]
-            for measure in MEASURES:
-                row += [f"{v:.5g}" for v in result[measure]] if result[measure] else [""] * 3
-            writer.writerow(row)
-    print(path)
 
 
 if __name__ == "__main__":

@@ -104,8 +104,10 @@ def parse_args() -> argparse.Namespace:
 
 def run(args: argparse.Namespace, scratch: Path) -> None:
     model, flags, environment = args.model, [], {}
+    traces = args.output.resolve() / "traces"
     if model is None:
         model, flags, environment = str(SHAPES.resolve()), list(SHAPES_FLAGS), SHAPES_ENVIRONMENT
+        flags += ["--guidance-trace", str(traces)]
     elif Path(model).exists():
         model = str(Path(model).resolve())  # the server runs in a folder of its own
     command = [
@@ -115,6 +117,7 @@ def run(args: argparse.Namespace, scratch: Path) -> None:
     log = args.output / "server.log"
     with serve(command, environment, log=log, folder=scratch, wait=args.wait) as url:
         pictures = ask(url, args)
+        trace = None if args.model else ask_for_trace(url, args)
 
     say("Written")
     for picture in pictures:
@@ -123,6 +126,8 @@ def run(args: argparse.Namespace, scratch: Path) -> None:
     sheet = args.output / "sheet.png"
     save_sheet(pictures, args.prompt, args.curve, sheet, scale=args.scale)
     print(f"  {args.output}/picture-ROW-COLUMN.png\n  {sheet}\n  {log}")
+    if trace is not None:
+        print(f"  {trace['sheet']}")
 
 
 def ask(url: str, args: argparse.Namespace) -> list[Picture]:
@@ -132,7 +137,7 @@ def ask(url: str, args: argparse.Namespace) -> list[Picture]:
         f"Asking for {len(wanted)} images of {args.size} in {args.steps} steps "
         f"at scale {args.scale:g}"
     )
-    client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=3600)
+    client = connect(url)
     start = time.monotonic()
     pictures = []
     with ThreadPoolExecutor(max_workers=4) as pool:
@@ -153,7 +158,20 @@ def ask(url: str, args: argparse.Namespace) -> list[Picture]:
     return pictures
 
 
-def ask_for_one(client: OpenAI, args: argparse.Namespace, prompt: str, curve: str) -> Picture:
+def ask_for_trace(url: str, args: argparse.Namespace) -> dict[str, str]:
+    """Where the server wrote what the steps of the first prompt with the last curve did."""
+    say("Asking once more, for what each step did")
+    picture = ask_for_one(connect(url), args, args.prompt[0], args.curve[-1], trace=True)
+    return picture.guidance["trace"]
+
+
+def connect(url: str) -> OpenAI:
+    return OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=3600)
+
+
+def ask_for_one(
+    client: OpenAI, args: argparse.Namespace, prompt: str, curve: str, *, trace: bool = False
+) -> Picture:
     start = time.monotonic()
     answer = client.images.generate(
         model="default",
@@ -166,6 +184,7 @@ def ask_for_one(client: OpenAI, args: argparse.Namespace, prompt: str, curve: st
             "guidance_scale": args.scale,
             "num_inference_steps": args.steps,
             "seed": args.seed,
+            **({"guidance_trace": True} if trace else {}),
         },
     )
     return Picture(

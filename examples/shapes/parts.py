@@ -141,7 +141,7 @@ def make_ar_model(tokenizer: PreTrainedTokenizerFast) -> GlmImageForConditionalG
                 ),
             ),
             vision_config=dict(
-                depth=2,
+                depth=3,
                 hidden_size=96,
                 num_heads=4,
                 intermediate_size=192,

@@ -13,7 +13,7 @@ PITCH = (WIDTH + 1) * LETTER_SCALE  # pixels from one letter to the next
 
 SHAPES = ("circle", "square", "triangle", "diamond", "cross", "star")
 SIZES = ("small", "large")
-RADIUS = (17.0, 27.0)
+RADIUS = (20.0, 28.0)
 COLORS = {
     "red": (214, 40, 40),
     "green": (38, 150, 70),

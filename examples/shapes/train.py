@@ -3,9 +3,9 @@
 
     python examples/shapes/train.py outputs/glm-image-shapes
 
-The VAE first, then the codebook of the prior tokens; then, on top of both, the AR model and the
-DiT, side by side. Each trains for a fixed time, so a slower GPU gets a worse checkpoint, not a
-longer run. A part whose file lies in the work folder is not trained again.
+The VAE first, then the codebook of the prior tokens, while the AR model and the DiT draw their
+pictures; then these two, side by side. Each trains for a fixed time, so a slower GPU gets a worse
+checkpoint, not a longer run. A part whose file lies in the work folder is not trained again.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from pathlib import Path
 from export import export
 
 HERE = Path(__file__).parent
-SECONDS = {"vae": 65, "codebook": 60, "ar": 350, "dit": 350}
+SECONDS = {"vae": 65, "codebook": 120, "ar": 430, "dit": 430}
 
 
 def main() -> None:
@@ -36,9 +36,9 @@ def main() -> None:
     vae, codebook, ar, dit = (work / name for name in ("vae", "codebook.pt", "ar.pt", "dit.pt"))
     start = time.monotonic()
     run_together({vae: ["train_vae.py", vae, "--seconds", args.vae]})
-    run_together({codebook: ["train_codebook.py", codebook, "--seconds", args.codebook]})
     run_together(
         {
+            codebook: ["train_codebook.py", codebook, "--seconds", args.codebook],
             ar: ["train_ar.py", codebook, ar, "--seconds", args.ar],
             dit: ["train_dit.py", vae, codebook, dit, "--seconds", args.dit],
         }
@@ -54,7 +54,18 @@ def run_together(commands: dict[Path, list]) -> None:
         for path, command in commands.items()
         if not path.exists()
     }
-    failed = [name for name, process in processes.items() if process.wait()]
+    try:
+        while any(process.poll() is None for process in processes.values()):
+            check(processes)
+            time.sleep(0.5)
+        check(processes)
+    finally:
+        for process in processes.values():  # some may wait for the one that failed
+            process.kill()
+
+
+def check(processes: dict[str, subprocess.Popen]) -> None:
+    failed = [name for name, process in processes.items() if process.poll()]
     if failed:
         sys.exit(f"train: {', '.join(failed)} failed")
 

@@ -17,8 +17,8 @@ from parts import (
     make_tokenizer,
 )
 from scenes import captions, sample_scenes
-from train_codebook import encode
-from training import DEVICE, Clock, Trainer, autocast
+from train_codebook import encode_small, in_8_bits, load_codebook, shrink
+from training import DEVICE, Clock, Trainer, autocast, save, wait_for
 
 PREVIEW, PICTURE = PREVIEW_GRID**2, GRID**2
 
@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("codebook", type=Path)
     parser.add_argument("output", type=Path)
     parser.add_argument("--seconds", type=float, default=300)
-    parser.add_argument("--scenes", type=int, default=300_000)
+    parser.add_argument("--scenes", type=int, default=150_000)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--peak", type=float, default=1.5e-3)
     parser.add_argument("--seed", type=int, default=3)
@@ -38,11 +38,16 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
 
     tokenizer = make_tokenizer()
-    model = load_or_make(args.resume, tokenizer, args.codebook).to(DEVICE)
-    text, codes = make_data(model.model, tokenizer, args.scenes, args.seed)
+    model = make_model(args.resume, tokenizer).to(DEVICE)
     language, head = model.model.language_model, model.lm_head
+    text, pictures = make_data(tokenizer, args.scenes, args.seed)
+    compile_layers(language, head, tokenizer.pad_token_id, text)
+    load_codebook(model.model, wait_for(args.codebook))
+    with autocast():
+        codes = [encode_small(model.model, small, grid) for grid, small in pictures.items()]
+    codes = torch.cat(codes, dim=1).short()
+    del pictures
     trainer = Trainer([language, head], peak=args.peak)
-    compile_layers(language, head, tokenizer.pad_token_id, text, codes)
     clock = Clock("ar", args.seconds)
     for rate in clock:
         pick = torch.randint(len(text), (args.batch,), device=DEVICE)
@@ -50,31 +55,29 @@ def main() -> None:
         trainer.step(loss.mean(), rate)
         clock.note(loss[:, :PREVIEW].mean(), loss[:, PREVIEW:].mean())
     trainer.use_average()
-    torch.save(model.state_dict(), args.output)
+    save(model.state_dict(), args.output)
 
 
-def compile_layers(language, head, pad: int, text, codes) -> None:
+def compile_layers(language, head, pad: int, text) -> None:
     """Compiled layers where that works."""
     if DEVICE.type != "cuda":
         return
     for layer in language.layers:
         layer.compile()
     try:
-        code_loss(language, head, pad, text[:256], codes[:256].long()).mean().backward()
+        codes = torch.zeros(256, PREVIEW + PICTURE, dtype=torch.long, device=DEVICE)
+        code_loss(language, head, pad, text[:256], codes).mean().backward()
     except Exception as error:  # no C compiler, no Triton
         print(f"ar: not compiled: {type(error).__name__}: {str(error)[:300]}", flush=True)
         for layer in language.layers:
             layer._compiled_call_impl = None
 
 
-def load_or_make(resume: Path | None, tokenizer, codebook: Path):
+def make_model(resume: Path | None, tokenizer):
     model = make_ar_model(tokenizer)
     if resume:
         model.load_state_dict(type(model).from_pretrained(resume).state_dict())
         return model
-    trained = torch.load(codebook, map_location="cpu")
-    model.model.visual.load_state_dict(trained["visual"])
-    model.model.vqmodel.load_state_dict(trained["vqmodel"])
     # small at first, as language models start
     for parameter in [*model.model.language_model.parameters(), model.lm_head.weight]:
         if parameter.dim() >= 2:
@@ -82,8 +85,8 @@ def load_or_make(resume: Path | None, tokenizer, codebook: Path):
     return model
 
 
-def make_data(model, tokenizer, count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids of the prompts, padded on the left, and the codes after them; on the device."""
+def make_data(tokenizer, count: int, seed: int) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    """Token ids of the prompts, padded on the left, and pictures as either grid sees them."""
     generator = torch.Generator().manual_seed(seed)
     scenes = sample_scenes(count, generator)
     processor = make_processor(tokenizer)
@@ -93,14 +96,13 @@ def make_data(model, tokenizer, count: int, seed: int) -> tuple[torch.Tensor, to
     longest = max(len(row.ids) for row in rows)
     pad = tokenizer.pad_token_id
     text = torch.tensor([[pad] * (longest - len(row.ids)) + row.ids for row in rows])
-    codes = []
+    pictures: dict[int, list[torch.Tensor]] = {PREVIEW_GRID: [], GRID: []}
     for start in range(0, count, 256):
         picture = draw(scenes[start : start + 256].to(DEVICE))
-        with autocast():
-            both = [encode(model, picture, grid) for grid in (PREVIEW_GRID, GRID)]
-        codes.append(torch.cat(both, dim=1).short())
+        for grid, small in pictures.items():
+            small.append(in_8_bits(shrink(picture, grid)))
     print(f"ar: {count} scenes, prompts of up to {longest} tokens", flush=True)
-    return text.to(DEVICE), torch.cat(codes)
+    return text.to(DEVICE), {grid: torch.cat(small) for grid, small in pictures.items()}
 
 
 def prompt_text(processor, caption: str) -> str:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains the vision encoder and the codebook whose codes are the prior tokens.
 
-A throw-away decoder must tell from the codes what the picture looks like, with a bar in place of
+Throw-away heads on the encoder learn to tell colour and shape, so that it has something to say. A
+throw-away decoder must tell from the codes what the picture looks like, with a bar in place of
 the word, and, cell by cell, which colour and which shape of object covers it. So codes know where a
 word stands but not how it is spelt: that is the glyph encoder's part. Codes follow their vectors
 by moving averages; codes that nobody uses are moved to where vectors are.
@@ -17,11 +18,14 @@ from draw import draw, object_covers
 from parts import CODES, GRID, PREVIEW_GRID, VISION_PATCH, make_ar_model, make_tokenizer
 from scenes import COLORS, SHAPES, Scenes, sample_scenes
 from torch import nn
-from training import DEVICE, Clock, Trainer, autocast
+from training import DEVICE, Clock, Trainer, autocast, save
 
 UNQUANTIZED_STEPS = 500  # before the codebook starts, so that it starts from good vectors
-PICTURES = {GRID: 512, PREVIEW_GRID: 96}  # a step
-WEIGHTS = (1.0, 1.0, 1.0, 0.25)  # of pixels, colours, shapes and the way to the nearest code
+DECODER_STEPS = 150  # of the new decoder alone, where encoder and codebook are taken up
+PICTURES = {GRID: 2048, PREVIEW_GRID: 256}  # a step
+WEIGHTS = (1.0, 1.0, 2.0, 0.25, 1.0)  # pixels, colours, shapes, way to the nearest code, heads
+CLASSES = (len(COLORS), len(SHAPES))
+EMPTY_CELL = 0.2  # the weight of a cell without an object, of which there are ten times as many
 LEAST_COVER = 0.04  # of a cell, for an object to count as being there
 
 
@@ -29,54 +33,56 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("output", type=Path)
     parser.add_argument("--seconds", type=float, default=80)
-    parser.add_argument("--scenes", type=int, default=30_000)
+    parser.add_argument("--scenes", type=int, default=60_000)
+    parser.add_argument("--resume", type=Path, metavar="FILE")
     parser.add_argument("--divide", type=int, default=1, help="pictures a step by this")
     args = parser.parse_args()
     torch.manual_seed(2)
     torch.set_float32_matmul_precision("high")
     model = make_ar_model(make_tokenizer()).model.to(DEVICE)
+    if args.resume:
+        load_codebook(model, args.resume)
     vision, quant_conv = model.visual, model.vqmodel.quant_conv
     decoder = CodeDecoder(model.vqmodel.quantize.embedding.weight.shape[1]).to(DEVICE)
-    book = Codebook(model.vqmodel.quantize.embedding.weight.data)
+    book = Codebook(model.vqmodel.quantize.embedding.weight.data, keep_start=bool(args.resume))
     pools = make_pools(args.scenes)
-    trainer = Trainer([vision, quant_conv, decoder], peak=1.5e-3)
+    heads = nn.ModuleList(nn.Linear(quant_conv.in_channels, 1 + n) for n in CLASSES).to(DEVICE)
+    trainer = Trainer([vision, quant_conv, heads, decoder], peak=2e-3)
     weights = torch.tensor(WEIGHTS, device=DEVICE)
-    clock = Clock("codebook", args.seconds)
+    clock = Clock("codebook", args.seconds)  # pixels, colour, shape, drift, heads of either grid
     for rate in clock:
         losses = []
         for grid, count in PICTURES.items():
             pool = pools[grid]
             pick = torch.randint(args.scenes, (count // args.divide,), device=DEVICE)
+            labels = [part[pick].long().flatten() for part in (pool.color, pool.shape)]
             with autocast():
-                vector = vectors(vision, quant_conv, _signed(pool.seen[pick]), grid)
-            quantized, drift = book.quantize(vector, learn=clock.step >= UNQUANTIZED_STEPS)
+                hidden = features(vision, _signed(pool.seen[pick]), grid)
+                vector = project(quant_conv, hidden)
+                if args.resume and clock.step < DECODER_STEPS:
+                    hidden, vector = hidden.detach(), vector.detach()
+                told = sum(class_loss(head(hidden), label) for head, label in zip(heads, labels))
+            learn = bool(args.resume) or clock.step >= UNQUANTIZED_STEPS
+            quantized, drift = book.quantize(vector, learn=learn)
             with autocast():
                 pixels, colors, shapes = decoder(quantized, grid)
             wanted = F.unfold(_signed(pool.wanted[pick]), VISION_PATCH, stride=VISION_PATCH)
             wanted = wanted.transpose(1, 2)
             error = pixels.float() - wanted
             pixel_loss = error.abs().mean() + 2 * error.square().mean()
-            color, shape = pool.color[pick].long().flatten(), pool.shape[pick].long().flatten()
-            color_loss = F.cross_entropy(colors.float().flatten(0, 1), color)
-            shape_loss = F.cross_entropy(shapes.float().flatten(0, 1), shape)
-            losses.append(torch.stack([pixel_loss, color_loss, shape_loss, drift]))
+            color_loss, shape_loss = map(class_loss, (colors, shapes), labels)
+            losses.append(torch.stack([pixel_loss, color_loss, shape_loss, drift, told]))
         loss = torch.stack(losses)
         trainer.step((loss * weights).sum(), rate)
         clock.note(*loss.flatten())
     print(f"codebook: {book.in_use()} of {CODES} codes in use", flush=True)
     # the live weights, not averaged ones: the codebook has followed them
-    torch.save(
-        {
-            "visual": vision.state_dict(),
-            "vqmodel": model.vqmodel.state_dict(),
-        },
-        args.output,
-    )
+    save({"visual": vision.state_dict(), "vqmodel": model.vqmodel.state_dict()}, args.output)
 
 
 @dataclass
 class Pool:
-    """Scenes as one grid sees them. Pictures are [N, 3, side, side] in 8 bits, labels a cell each."""
+    """Scenes as one grid sees them: pictures [N, 3, side, side] in 8 bits, labels a cell each."""
 
     seen: torch.Tensor
     wanted: torch.Tensor
@@ -86,18 +92,20 @@ class Pool:
 
 def make_pools(count: int) -> dict[int, Pool]:
     scenes = sample_scenes(count, torch.Generator().manual_seed(2))
-    pools = {}
-    for grid in PICTURES:
-        columns: list[list[torch.Tensor]] = [[], [], [], []]
-        for start in range(0, count, 256):
-            part = scenes[start : start + 256].to(DEVICE)
-            pictures = [shrink(draw(part, letters=letters), grid) for letters in (True, False)]
-            pictures = [((picture + 1) * 127.5).round().byte() for picture in pictures]
+    columns: dict[int, list[list[torch.Tensor]]] = {grid: [[], [], [], []] for grid in PICTURES}
+    for start in range(0, count, 256):
+        part = scenes[start : start + 256].to(DEVICE)
+        pictures = [draw(part, letters=letters) for letters in (True, False)]
+        for grid, parts in columns.items():
+            small = [in_8_bits(shrink(picture, grid)) for picture in pictures]
             labels = [label.char() for label in cell_labels(part, grid)]
-            for column, values in zip(columns, pictures + labels):
+            for column, values in zip(parts, small + labels):
                 column.append(values)
-        pools[grid] = Pool(*map(torch.cat, columns))
-    return pools
+    return {grid: Pool(*map(torch.cat, parts)) for grid, parts in columns.items()}
+
+
+def in_8_bits(picture: torch.Tensor) -> torch.Tensor:
+    return ((picture + 1) * 127.5).round().byte()
 
 
 def _signed(picture: torch.Tensor) -> torch.Tensor:
@@ -111,8 +119,14 @@ def shrink(picture_NCHW: torch.Tensor, grid: int) -> torch.Tensor:
     return small.clamp(0, 1) * 2 - 1
 
 
-def vectors(vision, quant_conv, picture_NCHW: torch.Tensor, grid: int) -> torch.Tensor:
-    """[N, grid * grid, embed_dim] of unit length: the encoder's own layers, many pictures at once.
+def class_loss(logits: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    weight = torch.ones(logits.shape[-1], device=logits.device)
+    weight[0] = EMPTY_CELL
+    return F.cross_entropy(logits.float().flatten(0, 1), label, weight)
+
+
+def features(vision, picture_NCHW: torch.Tensor, grid: int) -> torch.Tensor:
+    """[N, grid * grid, width]: the encoder's own layers, many pictures at once.
 
     GlmImageVisionModel's forward takes pictures of mixed sizes and loops over them.
     """
@@ -129,6 +143,11 @@ def vectors(vision, quant_conv, picture_NCHW: torch.Tensor, grid: int) -> torch.
         mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
         hidden = hidden + attn.proj(mixed)
         hidden = hidden + block.mlp(block.norm2(hidden))
+    return hidden
+
+
+def project(quant_conv, hidden: torch.Tensor) -> torch.Tensor:
+    """[N, grid * grid, embed_dim], of unit length."""
     vector = F.linear(hidden, quant_conv.weight[:, :, 0, 0], quant_conv.bias)
     return F.normalize(vector.float(), dim=2)
 
@@ -140,16 +159,36 @@ def nearest_codes(vector: torch.Tensor, code_vectors: torch.Tensor) -> torch.Ten
 @torch.no_grad()
 def encode(model, picture_NCHW: torch.Tensor, grid: int) -> torch.Tensor:
     """The prior tokens of pictures in 0..1: [N, grid * grid]. `model`: a GlmImageModel."""
-    vector = vectors(model.visual, model.vqmodel.quant_conv, shrink(picture_NCHW, grid), grid)
-    return nearest_codes(vector, model.vqmodel.quantize.embedding.weight)
+    return encode_small(model, shrink(picture_NCHW, grid), grid)
+
+
+@torch.no_grad()
+def encode_small(model, picture_NCHW: torch.Tensor, grid: int, batch: int = 1024) -> torch.Tensor:
+    """The same of pictures that `shrink` made, also in 8 bits."""
+    codes = []
+    for part in picture_NCHW.split(batch):
+        if part.dtype == torch.uint8:
+            part = _signed(part)
+        vector = project(model.vqmodel.quant_conv, features(model.visual, part, grid))
+        codes.append(nearest_codes(vector, model.vqmodel.quantize.embedding.weight))
+    return torch.cat(codes)
+
+
+def load_codebook(model, path: Path) -> None:
+    """Into a GlmImageModel."""
+    trained = torch.load(path, map_location="cpu")
+    model.visual.load_state_dict(trained["visual"])
+    model.vqmodel.load_state_dict(trained["vqmodel"])
 
 
 class Codebook:
     """Unit vectors that follow the vectors quantized to them."""
 
-    def __init__(self, code_vectors: torch.Tensor, keep: float = 0.99):
+    def __init__(self, code_vectors: torch.Tensor, *, keep_start: bool, keep: float = 0.99):
         self.code_vectors, self.keep = code_vectors, keep
         self.uses: torch.Tensor | None = None
+        if keep_start:
+            self._start(F.normalize(code_vectors, dim=1))
         self.steps = 0
 
     def quantize(self, vector: torch.Tensor, *, learn: bool):
@@ -158,10 +197,7 @@ class Codebook:
             return vector, vector.new_zeros(())
         flat = vector.detach().flatten(0, 1)
         if self.uses is None:
-            pick = torch.randint(len(flat), (CODES,), device=flat.device)
-            self.code_vectors.copy_(flat[pick])
-            self.uses = torch.ones(CODES, device=flat.device)
-            self.sums = self.code_vectors.clone()
+            self._start(flat[torch.randint(len(flat), (CODES,), device=flat.device)])
         code = nearest_codes(flat, self.code_vectors)
         chosen = self.code_vectors[code].view_as(vector)
         drift = (vector - chosen).square().sum(-1).mean()
@@ -174,6 +210,11 @@ class Codebook:
             self._revive(flat)
         self.code_vectors.copy_(F.normalize(self.sums, dim=1))
         return vector + (chosen - vector).detach(), drift
+
+    def _start(self, code_vectors: torch.Tensor) -> None:
+        self.code_vectors.copy_(code_vectors)
+        self.uses = torch.ones(CODES, device=code_vectors.device)
+        self.sums = code_vectors.clone()
 
     def _revive(self, flat: torch.Tensor) -> None:
         dead = self.uses < 0.5

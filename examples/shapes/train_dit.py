@@ -12,11 +12,10 @@ import torch
 import torch.nn.functional as F
 from draw import draw
 from masked_dit import MaskedDit, embed_glyphs, glyph_ids
-from parts import GRID, make_dit, make_glyph_encoder, make_tokenizer
+from parts import GRID, make_ar_model, make_dit, make_glyph_encoder, make_tokenizer
 from scenes import sample_scenes, words
-from train_ar import load_or_make
-from train_codebook import encode
-from training import DEVICE, Clock, Trainer, autocast
+from train_codebook import encode_small, in_8_bits, load_codebook, shrink
+from training import DEVICE, Clock, Trainer, autocast, save, wait_for
 
 DROP = 0.125
 
@@ -27,7 +26,7 @@ def main() -> None:
     parser.add_argument("codebook", type=Path)
     parser.add_argument("output", type=Path)
     parser.add_argument("--seconds", type=float, default=300)
-    parser.add_argument("--scenes", type=int, default=400_000)
+    parser.add_argument("--scenes", type=int, default=200_000)
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--peak", type=float, default=1.5e-3)
     parser.add_argument("--seed", type=int, default=4)
@@ -37,6 +36,7 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
 
     data = make_data(args)
+    small = data.pop("small")
     dit, glyph_encoder = make_dit(), make_glyph_encoder()
     start_at_zero(dit)
     if args.resume:
@@ -44,6 +44,11 @@ def main() -> None:
             model.load_state_dict(type(model).from_pretrained(args.resume / name).state_dict())
     dit.to(DEVICE), glyph_encoder.to(DEVICE)
     forward = compiled_dit(dit, glyph_encoder, data, args.batch)
+    model = make_ar_model(make_tokenizer()).model
+    load_codebook(model, wait_for(args.codebook))
+    with autocast():
+        data["codes"] = encode_small(model.to(DEVICE), small, GRID).short()
+    del small
     trainer = Trainer([dit, glyph_encoder], peak=args.peak)
     clock = Clock("dit", args.seconds)
     for rate in clock:
@@ -51,7 +56,7 @@ def main() -> None:
         trainer.step(loss, rate)
         clock.note(loss)
     trainer.use_average()
-    torch.save({"dit": dit.state_dict(), "glyph": glyph_encoder.state_dict()}, args.output)
+    save({"dit": dit.state_dict(), "glyph": glyph_encoder.state_dict()}, args.output)
 
 
 def flow_loss(forward, glyph_encoder, data, batch: int) -> torch.Tensor:
@@ -101,7 +106,7 @@ def start_at_zero(dit) -> None:
 
 @torch.no_grad()
 def make_data(args) -> dict[str, torch.Tensor]:
-    """Latents, prior tokens and words of `args.scenes` scenes, on the device."""
+    """Latents, pictures as the encoder of the prior tokens sees them, and words; on the device."""
     from diffusers import AutoencoderKL
 
     vae = AutoencoderKL.from_pretrained(args.vae).to(DEVICE, memory_format=torch.channels_last)
@@ -109,20 +114,20 @@ def make_data(args) -> dict[str, torch.Tensor]:
         torch.tensor(values, device=DEVICE)[None, :, None, None]
         for values in (vae.config.latents_mean, vae.config.latents_std)
     )
-    model = load_or_make(None, make_tokenizer(), args.codebook).model.to(DEVICE)
     scenes = sample_scenes(args.scenes, torch.Generator().manual_seed(args.seed))
-    latents, codes = [], []
+    latents, small = [], []
     for start in range(0, args.scenes, 256):
         picture = draw(scenes[start : start + 256].to(DEVICE))
+        small.append(in_8_bits(shrink(picture, GRID)))
         with autocast():
-            codes.append(encode(model, picture, GRID).short())
             moments = vae.encode((picture * 2 - 1).contiguous(memory_format=torch.channels_last))
         latents.append(((moments.latent_dist.mode().float() - mean) / deviation).half())
     ids, num_glyphs = glyph_ids(words(scenes))
     print(f"dit: {args.scenes} scenes ready", flush=True)
     return {
         "latent": torch.cat(latents).contiguous(),
-        "codes": torch.cat(codes),
+        "codes": torch.zeros(args.scenes, GRID**2, dtype=torch.short, device=DEVICE),
+        "small": torch.cat(small),
         "ids": ids.to(DEVICE),
         "num_glyphs": num_glyphs.to(DEVICE),
     }

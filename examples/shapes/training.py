@@ -4,6 +4,7 @@
 import math
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -75,3 +76,16 @@ class Trainer:
     def use_average(self) -> None:
         for parameter, average in zip(self.parameters, self.averaged):
             parameter.copy_(average)
+
+
+def wait_for(path: Path) -> Path:
+    """A file that another part is still making."""
+    while not path.exists():
+        time.sleep(0.2)
+    return path
+
+
+def save(values: dict, path: Path) -> None:
+    """In one go, for those who wait for it."""
+    torch.save(values, path.with_suffix(".new"))
+    path.with_suffix(".new").rename(path)

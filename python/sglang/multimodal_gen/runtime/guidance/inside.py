@@ -33,6 +33,7 @@ from sglang.multimodal_gen.runtime.utils.precision import resolve_decode_precisi
 logger = init_logger(__name__)
 
 MAX_PICTURED_STEPS = 16
+MAX_TRACES = 200  # in the folder; older ones go
 MAX_LATENT_SIDE = 32  # latents are averaged down to this before they are decoded
 _TRACE_KEY = "_guidance_trace"  # in Req.extra; the underscore keeps it from travelling
 
@@ -184,34 +185,51 @@ class TracedDecodingMixin:
     def forward(self, batch: Any, server_args: Any) -> Any:
         output = super().forward(batch, server_args)
         trace = batch.extra.pop(_TRACE_KEY, None)
-        if trace is not None and get_replica_group().rank_in_group == 0:
-            with self.use_declared_component(
-                component_name=self.component_name, module=self.vae
-            ) as vae:
-                self.vae = vae
-                self._write(trace, batch, server_args)
+        if trace is None:
+            return output
+        try:
+            rows, pictured = self._develop(trace, batch, server_args)  # on every rank
+            if get_replica_group().rank_in_group == 0:
+                self._write(rows, pictured, batch, server_args)
+        except Exception as error:  # the picture is fine, and it is what was asked for
+            logger.exception("No guidance trace of %s", batch.request_id)
+            if getattr(batch.metrics, "guidance", None) is not None:
+                batch.metrics.guidance["trace"] = {"error": str(error)}
         return output
 
-    def _write(self, trace: GuidanceTrace, batch: Any, server_args: Any) -> None:
+    def _develop(self, trace: GuidanceTrace, batch: Any, server_args: Any):
+        """The steps as plain numbers, and the pictured ones with their pictures decoded."""
+        rows = trace.rows()
+        with self.use_declared_component(
+            component_name=self.component_name, module=self.vae
+        ) as vae:
+            self.vae = vae
+            pictured = [
+                TracedStep(
+                    rows[step],
+                    {
+                        name: self._decode_small(latents, batch, server_args)
+                        for name, latents in columns.items()
+                    },
+                )
+                for step, columns in trace.pictures.items()
+            ]
+        return rows, pictured
+
+    def _write(
+        self,
+        rows: list[dict[str, Any]],
+        pictured: list[TracedStep],
+        batch: Any,
+        server_args: Any,
+    ) -> None:
         report = batch.metrics.guidance
         request_id = str(batch.request_id or time.time_ns())  # DiffGenerator's have none
         name = "guidance-" + re.sub(r"[^\w.-]", "_", request_id)[:128]
         sheet, data = (Path(server_args.guidance_trace, name + end) for end in (".png", ".json"))
-        rows = trace.rows()
-        pictured = [
-            TracedStep(
-                rows[step],
-                {name: self._decode_small(x, batch, server_args) for name, x in columns.items()},
-            )
-            for step, columns in trace.pictures.items()
-        ]
-        try:
-            draw_sheet(pictured, report["curve"]).save(sheet)
-            data.write_text(json.dumps({"curve": report["curve"], "steps": rows}, indent=1) + "\n")
-        except OSError as error:  # the picture is fine, and it is what was asked for
-            logger.error("No guidance trace of %s: %s", batch.request_id, error)
-            report["trace"] = {"error": str(error)}
-            return
+        draw_sheet(pictured, report["curve"]).save(sheet)
+        data.write_text(json.dumps({"curve": report["curve"], "steps": rows}, indent=1) + "\n")
+        _keep_newest(sheet.parent)
         report["trace"] = {"sheet": str(sheet), "data": str(data)}
         logger.info("Guidance trace of %s: %s", batch.request_id, sheet)
 
@@ -226,6 +244,14 @@ class TracedDecodingMixin:
         dtype = resolve_decode_precision(server_args, self.component_name, quality=quality)
         picture = self.decode(latents, server_args, vae_dtype=dtype)
         return picture.reshape(3, *picture.shape[-2:]).float().cpu()
+
+
+def _keep_newest(folder: Path) -> None:
+    """Drop all but the newest `MAX_TRACES` of the traces in `folder`; other files stay."""
+    sheets = sorted(folder.glob("guidance-*.png"), key=lambda path: path.stat().st_mtime)
+    for sheet in sheets[:-MAX_TRACES]:
+        sheet.unlink(missing_ok=True)
+        sheet.with_suffix(".json").unlink(missing_ok=True)
 
 
 def trace_decoding(pipeline: Any) -> None:
