@@ -184,6 +184,15 @@ class Server:
         self.close()
 
 
+def wait_for_health(server: Server, status: str, seconds: float = 15) -> dict[str, Any]:
+    """What `/health` answers as soon as it says `status`."""
+    deadline = time.monotonic() + seconds
+    while (health := json.loads(server.get("/health")))["status"] != status:
+        assert time.monotonic() < deadline, health
+        time.sleep(0.2)
+    return health
+
+
 def pngs(response: Mapping[str, Any]) -> list[bytes]:
     return [base64.b64decode(image["b64_json"]) for image in response["data"]]
 

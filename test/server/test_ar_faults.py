@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from harness.faulty_ar import FaultyAR
-from harness.server import FP32_FLAGS, HTTPFailure, Server, pngs
+from harness.server import FP32_FLAGS, HTTPFailure, Server, pngs, wait_for_health
 
 
 @pytest.fixture(scope="module")
@@ -93,13 +93,10 @@ def test_one_fault_is_one_requests(server, ar):
 def test_health_is_degraded_while_the_ar_server_is_dead(server, ar):
     assert json.loads(server.get("/health")) == {"status": "ok"}
     ar.healthy = False
-    time.sleep(1.1)
-    health = json.loads(server.get("/health"))
-    assert health["status"] == "degraded"
+    health = wait_for_health(server, "degraded")
     assert health["ar_server"] == {"url": ar.url, "error": "answers 503"}
     ar.healthy = True
-    time.sleep(1.1)
-    assert json.loads(server.get("/health")) == {"status": "ok"}
+    assert wait_for_health(server, "ok") == {"status": "ok"}
 
 
 def test_a_seed_that_is_not_honoured_is_said(server):

@@ -10,7 +10,15 @@ import torch
 from transformers import AutoProcessor
 
 from harness.processes import probe_environment
-from harness.server import FP32_FLAGS, HTTPFailure, Server, pixels, pngs, source_image
+from harness.server import (
+    FP32_FLAGS,
+    HTTPFailure,
+    Server,
+    pixels,
+    pngs,
+    source_image,
+    wait_for_health,
+)
 from sglang.multimodal_gen.configs.glm_image_prior import PriorConfig
 from sglang.multimodal_gen.configs.sample.glmimage import GlmImageSamplingParams
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req
@@ -206,13 +214,11 @@ def test_a_killed_ar_server_comes_back(server, ar_server):
         futures.append(pool.submit(server.generate, prompt="before ", seed=5, size="128x128"))
         time.sleep(0.3)
         ar_server.kill()
-        time.sleep(1.5)
-        assert json.loads(server.get("/health"))["status"] == "degraded"
+        wait_for_health(server, "degraded")
         ar_server.start()
         answers = [future.result() for future in futures]
     assert all(len(answer["data"]) == 1 for answer in answers)
     assert len(wanted) == 1
     ar_server.wait()
-    time.sleep(1.1)
-    assert json.loads(server.get("/health")) == {"status": "ok"}
+    assert wait_for_health(server, "ok") == {"status": "ok"}
     server.generate(prompt="after")

@@ -1,7 +1,9 @@
 """The AR client's decisions, one by one, and the client against a server that fails on purpose."""
 
 import pickle
+import struct
 import time
+import zlib
 
 import orjson
 import pytest
@@ -19,6 +21,7 @@ from sglang.multimodal_gen.runtime.pipelines_core.stages.model_specific_stages i
 from sglang.multimodal_gen.runtime.pipelines_core.stages.model_specific_stages.glm_image_prior import (  # noqa: E501
     answer,
     cache,
+    request,
     retry,
 )
 from sglang.multimodal_gen.runtime.pipelines_core.stages.model_specific_stages.glm_image_prior.retry import (  # noqa: E501
@@ -440,3 +443,19 @@ def test_seeds_are_tried(ar, processor, honours_seeds):
         ar.honours_seeds = True
 
 
+
+
+def test_a_password_is_not_shown():
+    config = PriorConfig(url="http://user:secret@ar:30000")
+    assert config.shown_url == "http://ar:30000"
+    assert PriorConfig(url="http://ar:1/x@y").shown_url == "http://ar:1/x@y"
+
+
+def test_a_huge_source_image_is_refused_by_its_header():
+    """One row of ones and zeros is enough of it."""
+    chunk = b"IHDR" + struct.pack(">IIBBBBB", 9000, 9000, 8, 2, 0, 0, 0)
+    header = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk
+    png = header + struct.pack(">I", zlib.crc32(chunk)) + struct.pack(">I", 0) + b"IDAT"
+    with pytest.raises(PriorError, match="source image 1: not an image: more than") as failure:
+        request.decode(png, 1)
+    assert failure.value.status == 400

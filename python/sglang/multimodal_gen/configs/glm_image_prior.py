@@ -22,8 +22,8 @@ class PriorConfig:
         max_inflight: ``--srt-encoder-max-inflight``, requests at the AR server at a time.
         connect_timeout_s: ``--srt-encoder-connection-timeout``, for one TCP connection.
         read_timeout_s: ``--srt-encoder-timeout``, for one attempt while nothing arrives.
-        total_timeout_s: ``--srt-encoder-total-timeout``, for all attempts of one request, counted
-            from when it gets its turn.
+        total_timeout_s: ``--srt-encoder-total-timeout``, for all of one request: waiting for
+            its turn, and every attempt.
         start_timeout_s: ``--srt-encoder-start-timeout``, for the AR server to be up at start.
         cache_size: ``--prior-cache-size``, answers kept on the host; 0 is off.
     """
@@ -35,6 +35,11 @@ class PriorConfig:
     total_timeout_s: float = 300.0
     start_timeout_s: float = 600.0
     cache_size: int = 256
+
+    @property
+    def shown_url(self) -> str | None:
+        """The url without its user and password, for messages and logs."""
+        return self.url and re.sub(r"//[^/@]*@", "//", self.url)
 
     def __post_init__(self):
         for name in ("connect_timeout_s", "read_timeout_s", "total_timeout_s", "start_timeout_s"):

@@ -68,7 +68,10 @@ class GlmImageHead(DiffusionServer):
             parts = frontend.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
             return
-        item = pickle.loads(parts[-1])
+        try:
+            item = pickle.loads(parts[-1])
+        except Exception:  # upstream says what is wrong with it
+            item = None
         item = item[0] if isinstance(item, list) and item else item
         if isinstance(item, AbortReq):
             self._abort(item.request_id)

@@ -13,25 +13,31 @@ from sglang.multimodal_gen.configs.glm_image_prior import PriorConfig
 from sglang.multimodal_gen.runtime.entrypoints import http_server
 
 _FRESH_S = 1.0  # an orchestrator that asks often does not pass it on
-_TIMEOUT_S = 2.0
+_TIMEOUT_S = 10.0  # SRT sleeps for a second before it answers, and may be busy
 
 
 class ARHealth:
-    """What is wrong with the AR server, asked for when `/health` is, at most once a second."""
+    """What is wrong with the AR server, asked for beside `/health`, at most once a second.
+
+    `/health` itself never waits for it: an orchestrator's own timeout may be a second.
+    """
 
     def __init__(self, config: PriorConfig):
         self._url = config.url
-        self._cause: str | None = None
+        self._cause: str | None = None  # it was up at start
         self._asked = float("-inf")
-        self._lock = asyncio.Lock()
+        self._refresh: asyncio.Task | None = None
 
-    async def cause(self) -> str | None:
-        """None where the AR server answers 200 to ``/health``."""
-        async with self._lock:
-            if time.monotonic() - self._asked > _FRESH_S:
-                self._cause = await self._ask()
-                self._asked = time.monotonic()
-            return self._cause
+    def cause(self) -> str | None:
+        """As it was when last asked: None where the AR server answered 200 to ``/health``."""
+        idle = self._refresh is None or self._refresh.done()
+        if idle and time.monotonic() - self._asked > _FRESH_S:
+            self._refresh = asyncio.create_task(self._ask_again())
+        return self._cause
+
+    async def _ask_again(self) -> None:
+        self._cause = await self._ask()
+        self._asked = time.monotonic()
 
     async def _ask(self) -> str | None:
         timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
@@ -55,10 +61,10 @@ def add_health_route(app: FastAPI, config: PriorConfig) -> None:
         answer = await http_server.health(request)
         if answer != {"status": "ok"}:
             return answer
-        cause = await health.cause()
+        cause = health.cause()
         if cause is None:
             return answer
-        return {"status": "degraded", "ar_server": {"url": config.url, "error": cause}}
+        return {"status": "degraded", "ar_server": {"url": config.shown_url, "error": cause}}
 
     for path in ("/health", "/health_generate"):
         app.router.routes.insert(0, APIRoute(path, health_with_ar_server, methods=["GET"]))

@@ -330,9 +330,11 @@ def find_stepwise_stage(stages: list) -> tuple[int, Any]:
 
 def failure(item: Any, error: Exception | str) -> OutputBatch:
     """The answer to an item that failed; the error is logged here."""
-    cause = error if isinstance(error, Exception) else None
-    logger.error("Error executing %s: %s", label(item), error, exc_info=cause)
-    return OutputBatch(error=f"Error executing {label(item)}: {error}")
+    raised = error if isinstance(error, Exception) else None
+    logger.error("Error executing %s: %s", label(item), error, exc_info=raised)
+    # what a stage of the first rank alone raised is the cause of what every rank raises
+    cause = f": {raised.__cause__}" if raised is not None and raised.__cause__ else ""
+    return OutputBatch(error=f"Error executing {label(item)}: {error}{cause}")
 
 
 def _report_start(req: Req) -> None:

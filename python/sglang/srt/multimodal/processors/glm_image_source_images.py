@@ -66,7 +66,7 @@ def _decode(url: str) -> Image.Image:
     encoded = base64.b64decode(url.split(",", 1)[1], validate=True)
     try:
         image = ImageOps.exif_transpose(Image.open(io.BytesIO(encoded))).convert("RGB")
-    except OSError as error:
+    except (OSError, Image.DecompressionBombError) as error:
         raise ValueError(f"image_data: {error}") from None
     size = align_glm_image_resolution(*image.size)
     return image if image.size == size else image.resize(size, Image.Resampling.LANCZOS)

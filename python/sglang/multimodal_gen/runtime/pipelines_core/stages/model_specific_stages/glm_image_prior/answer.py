@@ -82,6 +82,8 @@ def _source_codes(meta: dict[str, Any], wanted: Wanted) -> tuple[tuple[int, ...]
             "no source-image tokens in the answer: image-to-image needs an AR server with "
             "sglang-guidance-buckets installed"
         )
+    if not all(isinstance(codes, list) for codes in sources):
+        raise _wrong("source-image tokens that are no lists")
     counts = tuple(len(codes) for codes in sources)
     if counts != wanted.source_tokens:
         raise _wrong(f"source images of {counts} tokens, wanted {wanted.source_tokens}")
@@ -98,7 +100,8 @@ def _check_codes(codes: list[Any], codebook: int) -> None:
 
 def _usage(meta: dict[str, Any]) -> dict[str, int]:
     names = ("prompt_tokens", "completion_tokens", "reasoning_tokens", "cached_tokens")
-    usage = {name: int(meta.get(name) or 0) for name in names}
+    told = {name: meta.get(name) for name in names}
+    usage = {name: count if type(count) is int else 0 for name, count in told.items()}
     usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
     return usage
 

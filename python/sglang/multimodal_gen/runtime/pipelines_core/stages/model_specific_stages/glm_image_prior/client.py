@@ -44,7 +44,7 @@ class ARClient:
 
     @property
     def name(self) -> str:
-        return f"AR server {self._config.url}"
+        return f"AR server {self._config.shown_url}"
 
     def submit(self, work: Coroutine[Any, Any, Answer]) -> Future:
         """Run `work` on the client's loop. Cancelling the future cancels what it waits for."""
@@ -64,22 +64,30 @@ class ARClient:
         if self._session is not None:
             await self._session.close()
 
-    async def generate(self, body: bytes, read: Callable[[bytes], Answer]) -> Answer:
-        """Post `body` until `read` makes an answer of what comes back.
+    async def generate(
+        self, body: Callable[[], bytes], read: Callable[[bytes], Answer]
+    ) -> Answer:
+        """Post what `body` makes until `read` makes an answer of what comes back.
 
         Args:
-            body: JSON.
+            body: JSON; made when the request gets its turn, for it can be large.
             read: raises `AttemptFailure`.
 
         Raises:
             PriorError: naming the server and the last cause.
         """
-        async with self._slots:
+        deadline = time.monotonic() + self._config.total_timeout_s
+        try:
+            async with asyncio.timeout(self._config.total_timeout_s):
+                await self._slots.acquire()
+        except TimeoutError:
+            raise self._too_late() from None
+        try:
             self._metrics.begin()
             start = time.monotonic()
             status = 499  # cancelled: nobody waits any more
             try:
-                answer = await self._until_deadline(body, read)
+                answer = await self._until_deadline(body(), read, deadline)
                 status = 200
                 return answer
             except PriorError as error:
@@ -87,9 +95,17 @@ class ARClient:
                 raise
             finally:
                 self._metrics.end(status, time.monotonic() - start)
+        finally:
+            self._slots.release()
 
-    async def _until_deadline(self, body: bytes, read: Callable[[bytes], Answer]) -> Answer:
-        deadline = time.monotonic() + self._config.total_timeout_s
+    def _too_late(self) -> PriorError:
+        return PriorError(
+            504, self.name, f"no answer within {self._config.total_timeout_s:g} s in all"
+        )
+
+    async def _until_deadline(
+        self, body: bytes, read: Callable[[bytes], Answer], deadline: float
+    ) -> Answer:
         attempt = 0
         while True:
             attempt += 1
@@ -97,8 +113,7 @@ class ARClient:
                 async with asyncio.timeout(deadline - time.monotonic()):
                     return await self._attempt(body, read)
             except TimeoutError:
-                seconds = f"{self._config.total_timeout_s:g} s"
-                raise PriorError(504, self.name, f"no answer within {seconds} in all") from None
+                raise self._too_late() from None
             except AttemptFailure as failure:
                 delay = delay_s(attempt, random.random())
                 out_of_time = time.monotonic() + delay >= deadline

@@ -26,6 +26,7 @@ from sglang.multimodal_gen.runtime.utils.vision import load_image
 from .answer import Wanted
 
 _DATA_URL = "data:image/*;base64,"
+MAX_SOURCE_PIXELS = 2**26  # 8192 x 8192
 _MAX_SEED = 2**63 - 1  # SRT's
 
 
@@ -197,6 +198,9 @@ def read_encoded(source: str, index: int) -> bytes:
 def decode(encoded: bytes, index: int) -> Image.Image:
     """RGB and upright, as upstream's own stage sees it."""
     try:
-        return load_image(Image.open(io.BytesIO(encoded)))
-    except (OSError, ValueError) as error:
+        image = Image.open(io.BytesIO(encoded))
+        if image.width * image.height > MAX_SOURCE_PIXELS:  # before its pixels take memory
+            raise ValueError(f"more than {MAX_SOURCE_PIXELS} pixels")
+        return load_image(image)
+    except (OSError, ValueError, Image.DecompressionBombError) as error:
         raise PriorError(400, f"source image {index}", f"not an image: {error}") from None

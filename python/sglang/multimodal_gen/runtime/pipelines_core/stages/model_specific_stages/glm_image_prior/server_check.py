@@ -20,6 +20,7 @@ from .retry import AttemptFailure
 logger = init_logger(__name__)
 
 _POLL_S = 1.0
+_HEALTH_S = 10.0  # SRT sleeps for a second before it answers
 _PROGRESS_S = 5.0
 _PROBE_TOKENS = 16  # equal by chance once in many requests, if seeds are ignored
 _PROBE_SEED = 7
@@ -64,18 +65,18 @@ def wait_for_server(config: PriorConfig, *, tells: bool = True) -> None:
         waited = time.monotonic() - start
         if cause is None:
             if tells:
-                logger.info("AR server %s is up (waited %.1f s)", config.url, waited)
+                logger.info("AR server %s is up (waited %.1f s)", config.shown_url, waited)
             return
         if waited >= config.start_timeout_s:
             raise ARServerUnfit(
-                f"AR server {config.url} is not up after {config.start_timeout_s:g} s "
+                f"AR server {config.shown_url} is not up after {config.start_timeout_s:g} s "
                 f"(--srt-encoder-start-timeout): {cause}"
             )
         if tells and (waited < _POLL_S or time.monotonic() - told >= _PROGRESS_S):
             told = time.monotonic()
             logger.info(
                 "Waiting for AR server %s: %.0f of %g s (%s)",
-                config.url,
+                config.shown_url,
                 waited,
                 config.start_timeout_s,
                 cause,
@@ -85,7 +86,8 @@ def wait_for_server(config: PriorConfig, *, tells: bool = True) -> None:
 
 def _unhealthy(config: PriorConfig) -> str | None:
     try:
-        status = requests.get(config.url + "/health", timeout=config.connect_timeout_s).status_code
+        timeout = (config.connect_timeout_s, _HEALTH_S)
+        status = requests.get(config.url + "/health", timeout=timeout).status_code
     except requests.Timeout:
         return "no answer"
     except requests.RequestException:
@@ -110,7 +112,7 @@ def check_server(config: PriorConfig, *, processor: Any, codebook: int) -> Serve
     context = _check_config(config, str(info.get("model_path")), processor, codebook)
     honours_seeds = len({_probe(config, processor, codebook) for _ in range(2)}) == 1
     if not honours_seeds:
-        logger.warning("%s: %s", config.url, UNSEEDED_WARNING)
+        logger.warning("%s: %s", config.shown_url, UNSEEDED_WARNING)
     return ServerFacts(honours_seeds=honours_seeds, context=_told_context(config) or context)
 
 
@@ -137,7 +139,9 @@ def _check_config(
     try:
         model, _ = PretrainedConfig.get_config_dict(path)
     except OSError:  # a path of another host
-        logger.info("The config of %s, which %s serves, cannot be read from here", path, config.url)
+        logger.info(
+            "The config of %s, which %s serves, cannot be read from here", path, config.shown_url
+        )
         return None
     tokenizer = processor.tokenizer
     for name, told, wanted in (
@@ -184,4 +188,4 @@ def _probe(config: PriorConfig, processor: Any, codebook: int) -> tuple[int, ...
 
 
 def _unfit(config: PriorConfig, cause: str) -> ARServerUnfit:
-    return ARServerUnfit(f"AR server {config.url} {cause}")
+    return ARServerUnfit(f"AR server {config.shown_url} {cause}")

@@ -131,7 +131,7 @@ class PriorService:
             if known is not None:
                 return known
         tokens = await self._client.generate(
-            prepared.body(seed), lambda body: read_answer(body, prepared.wanted)
+            lambda: prepared.body(seed), lambda body: read_answer(body, prepared.wanted)
         )
         if seed is not None:
             self._cache.put(key, tokens)
