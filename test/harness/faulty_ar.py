@@ -72,6 +72,7 @@ class FaultyAR:
 class _Handler(BaseHTTPRequestHandler):
     ar: FaultyAR
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # head and body are written apart
 
     def do_GET(self) -> None:
         if self.path == "/health":
