@@ -88,7 +88,7 @@ class Worker:
         samples = [self.prepare(**fields) for fields in requests]
         running = list(samples)
         while running:
-            self.runner.advance(running)
+            self.runner.advance(running, key=None)
             running = [sample for sample in running if not sample.done]
         return [sample.ctx.latents.clone() for sample in samples]
 
