@@ -17,7 +17,7 @@ from pathlib import Path
 from export import export
 
 HERE = Path(__file__).parent
-SECONDS = {"vae": 65, "codebook": 120, "ar": 430, "dit": 430}
+SECONDS = {"vae": 65, "codebook": 130, "ar": 450, "dit": 450}
 
 
 def main() -> None:

@@ -247,15 +247,16 @@ class _Shape:
 
 _N = r"([^:@,=]+?)"  # what stands in the place of a number; _number says what is wrong with it
 _DECIMAL = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
+# The numbers of shapes written alone are from docs/curves.md.
 _SHAPES = {
     "constant": _Shape("constant:S", f"{_N}", 1, _constant, ("1",)),
-    "linear": _Shape("linear:A:B", f"{_N}:{_N}", 2, _linear, ("1.33", "0.8")),
-    "cosine": _Shape("cosine:A:B", f"{_N}:{_N}", 2, _cosine, ("1.33", "0.8")),
-    "front": _Shape("front:A:B@F", f"{_N}:{_N}@{_N}", 2, _front, ("1.33", "0.8", "0.2")),
-    "peak": _Shape("peak:A:B@C", f"{_N}:{_N}@{_N}", 2, _peak, ("0.8", "1.33", "0.5")),
+    "linear": _Shape("linear:A:B", f"{_N}:{_N}", 2, _linear, ("1.33", "0.67")),
+    "cosine": _Shape("cosine:A:B", f"{_N}:{_N}", 2, _cosine, ("1.33", "0.67")),
+    "front": _Shape("front:A:B@F", f"{_N}:{_N}@{_N}", 2, _front, ("1.5", "0.67", "0.4")),
+    "peak": _Shape("peak:A:B@C", f"{_N}:{_N}@{_N}", 2, _peak, ("0.67", "1.33", "0.25")),
     "interval": _Shape(
         # the minus sign of an exponent does not separate
-        "interval:S@LO-HI", rf"{_N}@{_N}(?<![eE])-{_N}", 1, _interval, ("1", "0.1", "0.8")
+        "interval:S@LO-HI", rf"{_N}@{_N}(?<![eE])-{_N}", 1, _interval, ("1", "0", "0.6")
     ),
     "points": _Shape("points:p=s,p=s,...", "", 0, _points),
 }
