@@ -56,6 +56,7 @@ logger = init_logger(__name__)
 
 IDLE_SECONDS = 1.0  # a new request ends the wait
 BUSY_SECONDS = 0.001  # something that no socket tells of is on its way
+_PRIOR_SECONDS = 0.005  # little beside the time of an AR model, whose host this may be
 _MAX_RECEIVE_ERRORS = 3  # in a row, as upstream
 
 
@@ -249,8 +250,10 @@ class BucketScheduler:
 
     def _wait(self) -> None:
         self.runner.stage.forget_packed()
-        if self.runner.decodes or self.priors:
+        if self.runner.decodes:
             self.scheduler._wait_idle(BUSY_SECONDS)
+        elif self.priors:
+            self.scheduler._wait_idle(_PRIOR_SECONDS)
         elif not self.waiting and self.runner.capture_graph():
             return  # one at a time: look for requests first
         elif self.alone and self.server_args.sleep_on_idle:
