@@ -87,7 +87,7 @@ def parse_args() -> argparse.Namespace:
             metavar=unit,
             help=f"default: {shapes}, with --model {model}",
         )
-    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--output", type=Path, default=Path("outputs/demo"), metavar="DIR")
     parser.add_argument(
         "--serve-args", nargs=argparse.REMAINDER, default=[], help="the rest goes to sglang serve"
