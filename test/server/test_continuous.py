@@ -61,13 +61,23 @@ def test_join_and_leave_at_every_step(probed, solo_server):
         for i, quote in enumerate(["", '"a"', '"b"', '"c d"'])
     ]
     wanted_long, *wanted = [solo_server.generate(**body) for body in (long, *shorts)]
-    got = together(probed, [long] + shorts * 4, every=0.45)
-    assert_same_pictures(got, [wanted_long] + wanted * 4)
-    events = [event for event in trace_events(probed.trace) if event["name"].startswith("bucket")]
+    joined: set[int] = set()
+    for _ in range(6):  # when a request joins depends on the machine's other work
+        seen = len(trace_events(probed.trace))
+        got = together(probed, [long] + shorts * 4, every=0.45)
+        assert_same_pictures(got, [wanted_long] + wanted * 4)
+        joined |= steps_joined(trace_events(probed.trace)[seen:])
+        if joined >= set(range(1, 12)):
+            return
+    raise AssertionError(f"only steps {sorted(joined)} were joined")
+
+
+def steps_joined(events: list[dict]) -> set[int]:
+    """Steps of the longest request that another one shared."""
+    events = [event for event in events if event["name"].startswith("bucket")]
     lane = max(events, key=lambda event: event["args"]["step"])["tid"]
     at = {event["ts"]: event["args"]["step"] for event in events if event["tid"] == lane}
-    joined = {at[event["ts"]] for event in events if event["tid"] != lane and event["ts"] in at}
-    assert joined >= set(range(1, 12))
+    return {at[event["ts"]] for event in events if event["tid"] != lane and event["ts"] in at}
 
 
 def test_decoding_leaves_the_loop(probed, solo_server):
