@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from harness.batching import disconnect_after
 from harness.server import FP32_FLAGS, HTTPFailure, Server, pixels, pngs, source_image
 from harness.topology import Topology
 
@@ -91,15 +90,6 @@ def test_one_fault_is_one_requests(topology):
         others = [pool.submit(topology.head.generate, prompt=f"other {i}") for i in range(2)]
     assert large.exception().status == 400
     assert all(len(other.result()["data"]) == 1 for other in others)
-
-
-def test_an_abandoned_request_leaves_the_ar_server(topology, ar_server):
-    body = dict(prompt="nobody waits", size="1024x1024", num_inference_steps=6)
-    disconnect_after(topology.head, body, 1.0)
-    deadline = time.monotonic() + 10
-    while "aborted: its client is gone" not in topology.head.log.read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def test_a_killed_denoiser_hands_its_request_on(topology):
