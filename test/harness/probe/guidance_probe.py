@@ -118,6 +118,8 @@ def record_prior(batch, stage, *args, **kwargs) -> None:
 def spoil(plan, *args, **kwargs):
     import torch.distributed as dist
 
+    if plan is None or not plan.samples:  # the ranks agree on an outcome, not on steps
+        return None
     sample = plan.samples[0]
     scale = float(os.environ["PROBE_SPOIL_SCALE"])
     if dist.get_rank() != int(os.environ["PROBE_SPOIL_RANK"]) or scale not in sample.scales:
