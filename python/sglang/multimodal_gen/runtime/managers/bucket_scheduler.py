@@ -11,7 +11,7 @@ nothing.
 import pickle
 import time
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -22,14 +22,9 @@ import zmq
 from sglang.multimodal_gen.runtime.distributed.parallel_state import get_replica_group
 from sglang.multimodal_gen.runtime.entrypoints.control_requests import ListLorasReq
 from sglang.multimodal_gen.runtime.guidance.abort import AbortReq
-from sglang.multimodal_gen.runtime.guidance.agreement import (
-    AGREE_SECONDS,
-    PlanMismatch,
-    RanksLost,
-    agree_on_plan,
-)
+from sglang.multimodal_gen.runtime.guidance.agreement import PlanMismatch, agree_on_plan
 from sglang.multimodal_gen.runtime.guidance.metrics import LoopMetrics
-from sglang.multimodal_gen.runtime.guidance.plan import BucketPlan
+from sglang.multimodal_gen.runtime.guidance.plan import BucketPlan, SampleStep
 from sglang.multimodal_gen.runtime.guidance.policy import Candidate, FairTurns
 from sglang.multimodal_gen.runtime.guidance.running import (
     Admitted,
@@ -284,8 +279,8 @@ class BucketScheduler:
                 assign_prior(req, prior)
             samples = self.runner.prepare(admitted.requests, skip_stages=int(priors is not None))
         except Exception as error:
-            if not (self.alone or isinstance(error, PlanMismatch)):
-                self._refuse(error)  # the other ranks may have come further
+            if not isinstance(error, PlanMismatch):
+                self.runner.agree_on_outcome(error)  # the other ranks may have come further
             self._drop(admitted, failure(item, error))
             return
         for index, sample in enumerate(samples):
@@ -293,23 +288,14 @@ class BucketScheduler:
             self.running[self.admissions] = Running(self.admissions, admitted, index, sample)
             self._span("prepare", self.admissions, now, request=sample.batch.request_id)
 
-    def _refuse(self, error: Exception) -> None:
-        """Meet the other ranks where they agree to start the request that failed here."""
-        try:
-            agree_on_plan(None, refusal=repr(error), timeout_s=AGREE_SECONDS)
-        except PlanMismatch:
-            return
-        except RanksLost as lost:
-            raise _FatalDistributedForward(str(lost)) from error
-
     def _step(self, group: list[Running]) -> None:
         start = time.monotonic()
         samples = [running.sample for running in group]
         before = [sample.step for sample in samples]
-        plan = BucketPlan(samples=tuple(running.planned() for running in group))
         rows = sum(sample.rows for sample in samples)
+        traced = _plan_of(group).at(0) if self.trace is not None else ()
         try:
-            self._agree_on_set(group, plan)
+            self._agree_on_set(group)
         except PlanMismatch as error:
             if len(group) > 1:
                 self._advance_one_by_one(group, before)
@@ -320,23 +306,25 @@ class BucketScheduler:
         if self.metrics is not None:
             padded = self.runner.stage.padded_rows
             self.metrics.step(samples=len(group), rows=rows, padded=padded)
-        self._trace_step(group, plan, start)
+        self._trace_step(group, traced, start)
         for running in group:
             if running.number in self.running and running.sample.done:
                 del self.running[running.number]
                 self._finish(running)
 
-    def _agree_on_set(self, group: list[Running], plan: BucketPlan) -> None:
+    def _agree_on_set(self, group: list[Running]) -> None:
         """Ranks compare plans, and whether the step can begin, when the set of samples is another.
 
         Not at every step: nothing new is decided in between.
         """
+        if self.alone:
+            return
         expected = [(running.number, running.sample.step) for running in group]
         if self.agreed != expected:
             refusal = self.runner.check([running.sample for running in group])
             self.agreed = None
             acts_on = tuple(running.key for running in group)
-            agree_on_plan(plan, acts_on=acts_on, refusal=refusal)
+            agree_on_plan(_plan_of(group), acts_on=acts_on, refusal=refusal)
         self.agreed = [(number, step + 1) for number, step in expected]
 
     def _advance(self, group: list[Running], before: list[int]) -> None:
@@ -357,8 +345,7 @@ class BucketScheduler:
             if running.sample.step > step or running.number not in self.running:
                 continue
             try:
-                if not self.alone:
-                    self._agree_on_set([running], BucketPlan(samples=(running.planned(),)))
+                self._agree_on_set([running])
                 self._charge(self.runner.advance([running.sample], running.key))
             except Exception as error:
                 if not (self.alone or isinstance(error, PlanMismatch)):
@@ -432,12 +419,17 @@ class BucketScheduler:
         if self.trace is not None:
             self.trace.span(name, lane, start, time.monotonic(), **args)
 
-    def _trace_step(self, group: list[Running], plan: BucketPlan, start: float) -> None:
+    def _trace_step(
+        self, group: list[Running], steps: Sequence[SampleStep], start: float
+    ) -> None:
         if self.trace is None:
             return
-        steps = plan.at(0)
         self._span("step", 0, start, samples=len(steps), rows=sum(step.rows for step in steps))
         for running, step in zip(group, steps):
             name = f"bucket {step.bucket}"
             args = dict(step=step.step, scale=step.scale, rows=step.rows)
             self._span(name, running.number, start, **args)
+
+
+def _plan_of(group: list[Running]) -> BucketPlan:
+    return BucketPlan(samples=tuple(running.planned() for running in group))

@@ -230,7 +230,7 @@ class SampleRunner:
             error = raised
             if stage.parallelism_type_for(running.sample.batch) == _MAIN_RANK_ONLY:
                 torch.distributed.barrier()  # the other ranks wait there for this one
-        self._agree_on_outcome(error)
+        self.agree_on_outcome(error)
         if error is not None:
             answer(failure(admitted.item, error))
             return
@@ -254,8 +254,11 @@ class SampleRunner:
         else:
             self.decodes.append(self._decoder.submit(_finalize_deferred, finalize, output, answer))
 
-    def _agree_on_outcome(self, error: Exception | None) -> None:
-        """All ranks go on together after a stage that may have failed on one alone."""
+    def agree_on_outcome(self, error: Exception | None) -> None:
+        """All ranks go on together after stages that may have failed on one alone.
+
+        A rank that failed before it could agree on a request's plan meets the others there.
+        """
         if self.alone:
             return
         refusal = None if error is None else repr(error)
