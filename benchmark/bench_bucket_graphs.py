@@ -58,7 +58,7 @@ def steps(args: argparse.Namespace) -> None:
         SGLANG_DIFFUSION_SYNC_STAGE_PROFILING="1",
     )
     if args.random_priors:
-        write_random_priors(Path(priors.name), args)
+        write_random_priors(Path(priors.name), args.sizes, max(args.images))
     options = {"env": environment, **args.engine}
     sizes = [f"{size}x{size}" for size in args.sizes]
     buckets = {"guidance_buckets": 8}
@@ -95,14 +95,14 @@ def steps(args: argparse.Namespace) -> None:
             engine.close()
 
 
-def write_random_priors(directory: Path, args) -> None:
+def write_random_priors(directory: Path, sizes: list[int], images: int) -> None:
     """Where the probe plugin looks for what GLM-Image's AR model wrote before."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
-    for size in args.sizes:
+    for size in sizes:
         for prompt in (PLAIN, QUOTED):
-            for image in range(max(args.images)):
+            for image in range(images):
                 tokens = torch.randint(128, (1, size * size // 256), generator=generator)
                 key = repr((prompt, size, size, SEED + image))
                 name = hashlib.sha256(key.encode()).hexdigest()[:16]
@@ -229,66 +229,78 @@ def buckets(args: argparse.Namespace) -> None:
     by_latent: dict[tuple, list] = {}
     for bucket in graphs.graphs:
         by_latent.setdefault(bucket.shape.latent_shape, []).append(bucket)
-    points = []
+    points: list[list] = []
+    timings: list[tuple[int, dict]] = []
     for latent_shape, found in sorted(by_latent.items()):
         size = latent_shape[-1] * 8
         found.sort(key=lambda bucket: (bucket.shape.text_length, bucket.rows))
-        rows = []
+        measured = {}
         for bucket in found:
-            row, point = measure_bucket(graphs, bucket, args.rounds, torch)
-            rows.append(row)
-            points.append([size, bucket.shape.masked, bucket.rows, *point])
+            times = measured[bucket] = measure_bucket(graphs, bucket, args.rounds, torch)
+            print(bucket.label, {name: round(ms, 2) for name, ms in times.items()}, flush=True)
+            points.append(
+                [size, bucket.shape.masked, bucket.rows, times["eager"], times["graph"]]
+            )
+        if args.points:
+            args.points.write_text(json.dumps(points))
+        timings.append((size, measured))
+    # from its first use on, the profiler makes every launch of a graph slower: only now
+    for size, measured in timings:
+        rows = [
+            bucket_row(graph := graphs.graphs[bucket], times, gpu_busy_ms(graph.replay, torch))
+            for bucket, times in measured.items()
+        ]
         header = [
             *("rows", "text", "eager ms", "graph ms", "x", "GPU busy ms", "over busy"),
             *("host ms", "launch ms", "capture s", "beyond forwards s", "own MB", "differs"),
         ]
         print_section(f"{size}x{size}, {args.rounds} rounds", markdown_table(header, rows))
-        if args.points:
-            args.points.write_text(json.dumps(points))
     for bucket, reason in graphs.refused.items():
         print(f"none for {bucket.label}: {reason}")
     for latent_shape, found in sorted(by_latent.items()):
         memory(graphs, found, latent_shape[-1] * 8)
 
 
-def measure_bucket(graphs, bucket, rounds: int, torch) -> tuple[list, list[float]]:
+def measure_bucket(graphs, bucket, rounds: int, torch) -> dict[str, float]:
+    """Milliseconds: an eager forward, a replay, the host's part of a step, a launch alone."""
     from harness.graphs import random_samples
 
     graph, inputs = graphs.graphs[bucket], graphs._inputs[bucket.shape]
     samples = random_samples(graphs, bucket, bucket.rows, seed=1)
     inputs.load(samples, bucket.rows)
-    times: dict[str, list[float]] = {"eager": [], "graph": []}
+    times: dict[str, list[float]] = {"eager": [], "graph": [], "host": [], "launch": []}
     for _ in range(rounds):
         times["eager"].append(timed(lambda: graphs.forward(inputs, bucket.rows), torch))
         times["graph"].append(timed(graph.replay, torch))
-    host, launch = [], []
-    for _ in range(10):
+    for _ in range(20):
         torch.cuda.synchronize()
         start = time.perf_counter()
         assert graphs.predict(samples, bucket.shape.quality) is not None
-        host.append(1000 * (time.perf_counter() - start))
+        times["host"].append(1000 * (time.perf_counter() - start))
         torch.cuda.synchronize()
         start = time.perf_counter()
         graph.replay()
-        launch.append(1000 * (time.perf_counter() - start))
-    busy = gpu_busy_ms(graph.replay, torch)
-    eager_ms, graph_ms = map(statistics.median, times.values())
-    row = [
-        bucket.rows,
-        f"{'up to ' * bucket.shape.masked}{bucket.shape.text_length}",
-        f"{eager_ms:.2f}",
-        f"{graph_ms:.2f}",
-        f"{eager_ms / graph_ms:.2f}",
-        f"{busy:.2f}",
-        f"{100 * (graph_ms / busy - 1):+.1f}%",
-        f"{statistics.median(host):.2f}",
-        f"{statistics.median(launch):.2f}",
+        times["launch"].append(1000 * (time.perf_counter() - start))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def bucket_row(graph, times: dict[str, float], busy_ms: float) -> list:
+    shape = graph.bucket.shape
+    return [
+        graph.bucket.rows,
+        f"{'up to ' * shape.masked}{shape.text_length}",
+        f"{times['eager']:.2f}",
+        f"{times['graph']:.2f}",
+        f"{times['eager'] / times['graph']:.2f}",
+        f"{busy_ms:.2f}",
+        f"{100 * (times['graph'] / busy_ms - 1):+.1f}%",
+        f"{times['host']:.2f}",
+        f"{times['launch']:.2f}",
         f"{graph.capture_s:.2f}",
         f"{graph.capture_s - graph.forwards_s:.2f}",
         f"{graph.own_bytes / 2**20:.0f}",
         f"{graph.error:.0e}" if graph.error else "no",
     ]
-    return row, [eager_ms, graph_ms]
 
 
 def memory(graphs, found, size: int) -> None:
@@ -314,7 +326,7 @@ def memory(graphs, found, size: int) -> None:
     )
 
 
-def timed(run, torch, runs: int = 3) -> float:
+def timed(run, torch, runs: int = 10) -> float:
     """Milliseconds of one of several runs, back to back as steps are."""
     torch.cuda.synchronize()
     start = time.perf_counter()

@@ -17,7 +17,7 @@ from sglang.multimodal_gen.runtime.bucket_cuda_graph.recorder import (
     FullGraphRecorder,
     Recorder,
 )
-from sglang.multimodal_gen.runtime.bucket_cuda_graph.report import log_graphs
+from sglang.multimodal_gen.runtime.bucket_cuda_graph.report import log_graphs, publish_graphs
 from sglang.multimodal_gen.runtime.guidance.support import GuidanceUnsupported
 from sglang.multimodal_gen.runtime.managers.forward_context import set_forward_context
 from sglang.multimodal_gen.runtime.platforms import current_platform
@@ -196,6 +196,7 @@ def capture_declared(graphs: BucketGraphs, stage: Any, server_args: Any) -> None
     for bucket in graphs.declared(latent_shapes, quality):
         graphs.capture(bucket)
     log_graphs(graphs)
+    publish_graphs(graphs)
 
 
 def declared_resolutions(server_args: Any) -> list[tuple[int, int]]:

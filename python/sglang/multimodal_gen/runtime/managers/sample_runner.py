@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from sglang.multimodal_gen import envs
+from sglang.multimodal_gen.runtime.bucket_cuda_graph import publish_graphs
 from sglang.multimodal_gen.runtime.distributed.parallel_state import get_replica_group
 from sglang.multimodal_gen.runtime.guidance.agreement import (
     AGREE_SECONDS,
@@ -147,7 +148,10 @@ class SampleRunner:
     def capture_graph(self) -> bool:
         """At an idle moment: capture the bucket that most of the traffic misses, if any."""
         graphs = self.stage.graphs
-        return graphs is not None and not self.worker.is_sleeping() and graphs.capture_next()
+        if graphs is None or self.worker.is_sleeping() or not graphs.capture_next():
+            return False
+        publish_graphs(graphs)
+        return True
 
     # --- after denoising ------------------------------------------------------------------------
 
