@@ -5,7 +5,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sglang.multimodal_gen.configs.guidance import GuidanceOptions, GuidanceSchedule
+from sglang.multimodal_gen.configs.guidance import GuidanceOptions
+from sglang.multimodal_gen.configs.guidance_curves import GuidanceSchedule
 
 EACH_STEP = 0  # as a bucket count: one bucket a step
 BUCKET_COUNTS = (EACH_STEP, 1, 2, 4, 6, 8, 16)

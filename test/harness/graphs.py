@@ -19,7 +19,7 @@ def prefer_replays(graphs) -> None:
 
 def random_samples(graphs, bucket, rows: int, seed: int):
     """Samples of exactly `rows` rows, guided and unguided, with texts that fit the bucket."""
-    from sglang.multimodal_gen.configs.guidance import branches_of
+    from sglang.multimodal_gen.configs.guidance_curves import branches_of
     from sglang.multimodal_gen.runtime.bucket_cuda_graph.inputs import GraphSample
     from sglang.multimodal_gen.runtime.bucket_cuda_graph.manager import _random_serials
 

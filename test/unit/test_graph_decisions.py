@@ -3,7 +3,7 @@
 import pytest
 
 from sglang.multimodal_gen.configs.bucket_graphs import BucketGraphConfig, parse_resolution
-from sglang.multimodal_gen.configs.guidance import GuidanceError
+from sglang.multimodal_gen.configs.guidance_curves import GuidanceError
 from sglang.multimodal_gen.runtime.bucket_cuda_graph.buckets import (
     Cost,
     GraphBucket,

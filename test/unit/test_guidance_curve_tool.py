@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
-import sglang.multimodal_gen.configs.guidance as guidance
+from sglang.multimodal_gen.configs import guidance_curves
+from sglang.multimodal_gen.configs.guidance import GuidanceOptions
+from sglang.multimodal_gen.configs.guidance_curves import BUCKET_MODES
 from sglang.multimodal_gen.tools.guidance_curve import describe, main, step_scales
 
-SCRIPT = Path(guidance.__file__).parents[1] / "tools" / "guidance_curve.py"
+SCRIPT = Path(guidance_curves.__file__).parents[1] / "tools" / "guidance_curve.py"
 # neither may be imported; sglang is where the script lies, not a package that it uses
 WITHOUT = "import runpy, sys; sys.modules.update(torch=None, sglang=None); "
 
@@ -51,8 +53,8 @@ def test_wrong_input(arguments, message, monkeypatch, capsys):
 
 
 def test_step_scales_are_the_schedules():
-    for mode in guidance.BUCKET_MODES:
-        options = guidance.GuidanceOptions(
+    for mode in BUCKET_MODES:
+        options = GuidanceOptions(
             curve="peak:1:3@0.5", buckets=4, bucket_mode=mode, scale=2
         )
         answer = describe("peak:1:3@0.5", steps=18, buckets=4, mode=mode, scale=2)

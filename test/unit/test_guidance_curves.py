@@ -7,16 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from sglang.multimodal_gen.configs import guidance
+from sglang.multimodal_gen.configs import guidance_curves
 from sglang.multimodal_gen.configs.guidance import (
     REQUEST_FIELDS,
     GuidanceConfig,
-    GuidanceError,
     GuidanceOptions,
-    branches_of,
-    parse_curve,
     resolve_options,
 )
+from sglang.multimodal_gen.configs.guidance_curves import GuidanceError, branches_of, parse_curve
 
 CASES = json.loads((Path(__file__).parent.parent / "cases/guidance_curves.json").read_text())
 SERVER = GuidanceConfig(buckets=8)
@@ -207,7 +205,7 @@ def test_long_values_are_cut_in_messages():
 
 
 def test_needs_no_torch():
-    code = f"import sys; exec(open({guidance.__file__!r}).read()); assert 'torch' not in " + (
+    code = f"import sys; exec(open({guidance_curves.__file__!r}).read()); assert 'torch' not in " + (
         "sys.modules"
     )
     subprocess.run([sys.executable, "-S", "-c", code], check=True)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from starlette.datastructures import FormData, UploadFile
 
-from sglang.multimodal_gen.configs.guidance import GuidanceError, check_buckets, parse_curve
+from sglang.multimodal_gen.configs.guidance_curves import GuidanceError, check_buckets, parse_curve
 from sglang.multimodal_gen.configs.sample.glmimage import GlmImageSamplingParams
 from sglang.multimodal_gen.configs.sample.qwenimage import QwenImageSamplingParams
 from sglang.multimodal_gen.guidance_buckets.request_hooks import form_fields

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from sglang.multimodal_gen.configs.guidance import COND_BRANCH
+from sglang.multimodal_gen.configs.guidance_curves import COND_BRANCH
 from sglang.multimodal_gen.runtime.guidance.rows.base import RowAdapter
 from sglang.multimodal_gen.runtime.pipelines_core.stages.stepwise_denoising import (
     RowGroup,

@@ -4,7 +4,7 @@
 import re
 from dataclasses import dataclass
 
-from sglang.multimodal_gen.configs.guidance import GuidanceError
+from sglang.multimodal_gen.configs.guidance_curves import GuidanceError
 
 GRAPH_MODES = ("auto", "full", "breakable", "off")
 DEFAULT_ROWS = (1, 2, 4, 8, 16)

@@ -9,15 +9,17 @@ from typing import Any
 
 from sglang.multimodal_gen.configs import glm_image_prior as prior
 from sglang.multimodal_gen.configs.guidance import (
-    BUCKET_MODES,
-    CURVE_HELP,
     DEFAULT_RUNNING_SAMPLES,
-    MAX_BUCKETS,
     ROW_MODES,
     GuidanceConfig,
+    guidance_is_on,
+)
+from sglang.multimodal_gen.configs.guidance_curves import (
+    BUCKET_MODES,
+    CURVE_HELP,
+    MAX_BUCKETS,
     GuidanceError,
     check_buckets,
-    guidance_is_on,
     parse_curve,
 )
 from sglang.multimodal_gen.guidance_buckets.graph_flags import (

@@ -11,7 +11,7 @@ from sglang.multimodal_gen.configs.bucket_graphs import (
     BucketGraphConfig,
     parse_resolution,
 )
-from sglang.multimodal_gen.configs.guidance import GuidanceError
+from sglang.multimodal_gen.configs.guidance_curves import GuidanceError
 
 # argument name -> attribute of BucketGraphConfig
 GRAPH_ARGUMENTS = {

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 if __package__:
-    from sglang.multimodal_gen.configs import guidance
+    from sglang.multimodal_gen.configs import guidance_curves as curves
 else:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "configs"))
-    import guidance
+    import guidance_curves as curves
 
 _BAR = 40  # characters of the highest scale
 
@@ -35,12 +35,10 @@ def describe(
     Raises:
         GuidanceError: for what a server would answer with 400.
     """
-    options = guidance.GuidanceOptions(
-        curve=guidance.parse_curve(curve).spec, buckets=buckets, bucket_mode=mode, scale=scale
-    )
-    schedule = options.schedule(steps)
+    parsed = curves.parse_curve(curve)
+    schedule = curves.make_schedule(parsed, steps, buckets=buckets, mode=mode, scale=scale)
     return {
-        "curve": options.curve,
+        "curve": parsed.spec,
         "buckets": [run.to_dict() for run in schedule.bucket_runs()],
         "forwards": schedule.forwards,
     }
@@ -72,7 +70,7 @@ def table(answer: dict[str, Any]) -> str:
         steps = str(first) if first == last else f"{first}-{last}"
         ends = run["scale"] if isinstance(run["scale"], list) else [run["scale"]]
         scale = " to ".join(f"{end:.4g}" for end in ends)
-        branches = guidance.branches_of(scales[first])
+        branches = curves.branches_of(scales[first])
         rows = "both" if len(branches) == 2 else branches[0]
         mean = sum(scales[first : last + 1]) / (last - first + 1)
         bar = "#" * round(_BAR * mean / highest)
@@ -92,11 +90,11 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("curve", nargs="?", metavar="CURVE", help=guidance.CURVE_HELP)
+    what.add_argument("curve", nargs="?", metavar="CURVE", help=curves.CURVE_HELP)
     what.add_argument("--all", action="store_true", help="one of each shape; needs --output")
     parser.add_argument("--steps", type=int, default=30, metavar="N", help="default: 30")
     parser.add_argument("--buckets", type=int, default=8, metavar="N", help="default: 8")
-    parser.add_argument("--mode", choices=guidance.BUCKET_MODES, default="constant")
+    parser.add_argument("--mode", choices=curves.BUCKET_MODES, default="constant")
     parser.add_argument(
         "--scale",
         type=float,
@@ -108,14 +106,14 @@ def main() -> None:
     args = parser.parse_args()
     if args.steps < 1:
         parser.error(f"--steps: got {args.steps}, wanted a whole number from 1")
-    if not 0 <= args.scale <= guidance.MAX_SCALE:
-        parser.error(f"--scale: got {args.scale}, wanted a number from 0 to {guidance.MAX_SCALE}")
+    if not 0 <= args.scale <= curves.MAX_SCALE:
+        parser.error(f"--scale: got {args.scale}, wanted a number from 0 to {curves.MAX_SCALE}")
     if args.all and args.output is None:
         parser.error("--all: nothing to print, wanted --output PNG beside it")
     try:
-        guidance.check_buckets(args.buckets, field="--buckets")
+        curves.check_buckets(args.buckets, field="--buckets")
         run(args)
-    except guidance.GuidanceError as error:
+    except curves.GuidanceError as error:
         parser.error(str(error))
     except ModuleNotFoundError as error:
         parser.error(f"--output needs {error.name}: pip install {error.name}")

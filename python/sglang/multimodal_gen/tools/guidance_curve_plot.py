@@ -12,11 +12,11 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 if __package__:
-    from sglang.multimodal_gen.configs.guidance import branches_of, parse_curve
+    from sglang.multimodal_gen.configs.guidance_curves import branches_of, parse_curve
     from sglang.multimodal_gen.tools.guidance_curve import describe, forwards_text, step_scales
 else:  # beside guidance_curve.py run by its path
-    from guidance import branches_of, parse_curve
     from guidance_curve import describe, forwards_text, step_scales
+    from guidance_curves import branches_of, parse_curve
 
 GALLERY = (
     "constant:1.5",

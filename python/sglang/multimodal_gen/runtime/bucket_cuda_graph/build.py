@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sglang.multimodal_gen.configs.bucket_graphs import BucketGraphConfig, parse_resolution
-from sglang.multimodal_gen.configs.guidance import GuidanceError
+from sglang.multimodal_gen.configs.guidance_curves import GuidanceError
 from sglang.multimodal_gen.runtime.bucket_cuda_graph.inputs import StaticInputs
 from sglang.multimodal_gen.runtime.bucket_cuda_graph.manager import BucketGraphs
 from sglang.multimodal_gen.runtime.bucket_cuda_graph.recorder import (

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from sglang.multimodal_gen.configs.guidance import GuidanceSchedule, branches_of
+from sglang.multimodal_gen.configs.guidance_curves import GuidanceSchedule, branches_of
 from sglang.multimodal_gen.runtime.distributed.parallel_state import get_replica_group
 from sglang.multimodal_gen.runtime.guidance.combine import combine
 from sglang.multimodal_gen.runtime.guidance.plan import OPTIONS_KEY

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sglang.multimodal_gen.configs.guidance import GuidanceSchedule, branches_of
+from sglang.multimodal_gen.configs.guidance_curves import GuidanceSchedule, branches_of
 
 PLAN_KEY = "bucket_plan"  # in Req.extra, beside the options that it was made from
 OPTIONS_KEY = "guidance"

@@ -7,10 +7,10 @@ from typing import Any
 from sglang.multimodal_gen.configs.guidance import (
     REQUEST_FIELDS,
     GuidanceConfig,
-    GuidanceError,
     GuidanceOptions,
     resolve_options,
 )
+from sglang.multimodal_gen.configs.guidance_curves import GuidanceError
 from sglang.multimodal_gen.runtime.guidance.plan import OPTIONS_KEY, PLAN_KEY, BucketPlan
 from sglang.multimodal_gen.runtime.guidance.support import check_request
 

@@ -4,7 +4,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from sglang.multimodal_gen.configs.guidance import GuidanceError
+from sglang.multimodal_gen.configs.guidance_curves import GuidanceError
 
 # What `BucketizedDenoisingMixin` builds on; a stage with its own version of one runs another loop.
 _LOOP_METHODS = (

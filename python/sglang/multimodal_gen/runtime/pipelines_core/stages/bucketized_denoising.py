@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sglang.multimodal_gen.configs.guidance import (
+from sglang.multimodal_gen.configs.guidance_curves import (
     COND_BRANCH,
     UNCOND_BRANCH,
     GuidanceSchedule,

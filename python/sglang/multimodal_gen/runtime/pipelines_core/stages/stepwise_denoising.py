@@ -10,7 +10,7 @@ import torch
 from tqdm.auto import tqdm
 
 from sglang.multimodal_gen.configs.bucket_graphs import DEFAULT_MAX_IMAGE_TOKENS
-from sglang.multimodal_gen.configs.guidance import COND_BRANCH, UNCOND_BRANCH, branches_of
+from sglang.multimodal_gen.configs.guidance_curves import COND_BRANCH, UNCOND_BRANCH, branches_of
 from sglang.multimodal_gen.runtime.distributed.communication_op import (
     cfg_model_parallel_all_gather,
 )
