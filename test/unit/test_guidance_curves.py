@@ -205,7 +205,6 @@ def test_long_values_are_cut_in_messages():
 
 
 def test_needs_no_torch():
-    code = f"import sys; exec(open({guidance_curves.__file__!r}).read()); assert 'torch' not in " + (
-        "sys.modules"
-    )
+    code = f"import sys; exec(open({guidance_curves.__file__!r}).read()); "
+    code += "assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-S", "-c", code], check=True)
