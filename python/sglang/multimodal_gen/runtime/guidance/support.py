@@ -118,16 +118,20 @@ def _role_obstacles(server_args: Any) -> Iterator[str]:
         yield "--encoder-urls or --decoder-urls"
 
 
+def unrouted(stage: Any) -> Any:
+    """The stage itself, or the one that a router hands requests at full resolution to."""
+    return getattr(stage, "standard_stage", stage)
+
+
 def denoising_stages(pipeline: Any) -> list[Any]:
-    """The pipeline's stages that denoise, seen through a wrapper that routes by request.
+    """The pipeline's stages that denoise.
 
     Raises:
         GuidanceUnsupported: where a stage or the model does not run the plain loop.
     """
     from sglang.multimodal_gen.runtime.pipelines_core.stages.denoising import DenoisingStage
 
-    # a router hands requests at full resolution to its standard stage
-    candidates = [getattr(stage, "standard_stage", stage) for stage in pipeline.stages]
+    candidates = map(unrouted, pipeline.stages)
     stages = [stage for stage in candidates if isinstance(stage, DenoisingStage)]
     obstacles = [obstacle for stage in stages for obstacle in _stage_obstacles(stage)]
     if not stages:

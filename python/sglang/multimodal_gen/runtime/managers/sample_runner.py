@@ -22,6 +22,7 @@ from sglang.multimodal_gen.runtime.guidance.agreement import (
 )
 from sglang.multimodal_gen.runtime.guidance.plan import BucketPlan
 from sglang.multimodal_gen.runtime.guidance.running import Admitted, Running, label
+from sglang.multimodal_gen.runtime.guidance.support import unrouted
 from sglang.multimodal_gen.runtime.managers.gpu_worker import _FatalDistributedForward
 from sglang.multimodal_gen.runtime.managers.progress_reporter import get_progress_reporter
 from sglang.multimodal_gen.runtime.managers.request_gc import request_gc
@@ -327,11 +328,10 @@ class SampleRunner:
 
 
 def find_stepwise_stage(stages: list) -> tuple[int, Any]:
-    """Index and stage of the one that advances step by step, seen through a routing wrapper."""
-    for index, stage in enumerate(stages):
-        inner = getattr(stage, "standard_stage", stage)
-        if isinstance(inner, StepwiseDenoisingMixin):
-            return index, inner
+    """Index and stage of the one that advances step by step."""
+    for index, stage in enumerate(map(unrouted, stages)):
+        if isinstance(stage, StepwiseDenoisingMixin):
+            return index, stage
     raise LookupError("the pipeline has no stepwise denoising stage")
 
 

@@ -39,6 +39,7 @@ from sglang.multimodal_gen.runtime.guidance.rows import (
     build_row_adapter,
     rows_pack,
 )
+from sglang.multimodal_gen.runtime.guidance.support import unrouted
 from sglang.multimodal_gen.runtime.managers.forward_context import set_forward_context
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req
 from sglang.multimodal_gen.runtime.pipelines_core.stages.denoising import (
@@ -333,6 +334,6 @@ def bucketize_stage(
 
 
 def bucketized_stages(pipeline: Any) -> list[BucketizedDenoisingMixin]:
-    """The stages of a pipeline that obey plans, seen through a wrapper that routes by request."""
-    stages = [getattr(stage, "standard_stage", stage) for stage in pipeline.stages]
+    """The stages of a pipeline that obey plans."""
+    stages = map(unrouted, pipeline.stages)
     return [stage for stage in stages if isinstance(stage, BucketizedDenoisingMixin)]
