@@ -1,5 +1,7 @@
 """Bucket graphs over two GPUs: off by themselves, refused by name, and pictures come."""
 
+import re
+
 import pytest
 import torch
 
@@ -36,3 +38,19 @@ def test_auto_runs_eagerly_and_says_why(glm, layout):
 def test_full_is_refused(glm):
     with pytest.raises(RuntimeError, match="does not combine with 2 ranks"):
         Engine(glm, bucket_graphs="full", **OPTIONS, **LAYOUTS["tp 2"])
+
+
+def test_each_data_parallel_replica_has_graphs_of_its_own(checkpoints):
+    """Stable Diffusion 3: upstream does not run GLM-Image with two replicas."""
+    options = dict(
+        guidance_buckets=8,
+        attention_backend="torch_sdpa",
+        bucket_graphs="full",
+        bucket_graph_resolutions=["64x64"],
+    )
+    with Engine(checkpoints["sd3-medium"], num_gpus=2, dp_size=2, **options) as engine:
+        pictures = [engine.generate(guidance_curve="constant:4").images for _ in range(4)]
+        assert all((picture == pictures[0]).all() for picture in pictures)
+        log = engine.log.read_text()
+    assert len(re.findall(r"\d+ bucket graphs, ", log)) == 2
+    assert "No graph for" not in log
