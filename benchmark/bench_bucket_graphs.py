@@ -6,7 +6,7 @@
 
 `steps` serves MODEL from several engines side by side: upstream eagerly, upstream with its
 breakable graphs, this project without and with bucket graphs. Each round asks every configuration
-for a request of one image or of four, in an order that rotates. Upstream runs the images of a
+for a request of one image or of four (where a step takes four), in an order that rotates. Upstream runs the images of a
 GLM-Image request one after another, so its step of four images is four times its own per-step
 metric, with the device drained before and after (SGLANG_DIFFUSION_SYNC_STAGE_PROFILING=1). This
 project steps them together; its steps are timed by the loop, which stays two steps ahead of the
@@ -115,13 +115,17 @@ def _graph_table(log: Path) -> str:
 
 
 def measure(engines, size: int, args) -> None:
+    from sglang.multimodal_gen.configs.bucket_graphs import DEFAULT_MAX_IMAGE_TOKENS
+
     texts = {"": PLAIN} | ({", quoted": QUOTED} if args.quoted else {})
+    # more image tokens than these are not stepped together
+    together = [n for n in args.images if 2 * n * (size // 16) ** 2 <= DEFAULT_MAX_IMAGE_TOKENS]
     configurations = [
         Configuration(
             f"{engine}, {images} image{'s' * (images > 1)}{suffix}", engine, images, prompt
         )
         for suffix, prompt in texts.items()
-        for images in args.images
+        for images in together
         for engine in engines
     ]
 
