@@ -6,12 +6,13 @@
 
 `steps` serves MODEL from several engines side by side: upstream eagerly, upstream with its
 breakable graphs, this project without and with bucket graphs. Each round asks every configuration
-for a request of one image or of four (where a step takes four), in an order that rotates. Upstream runs the images of a
-GLM-Image request one after another, so its step of four images is four times its own per-step
-metric, with the device drained before and after (SGLANG_DIFFUSION_SYNC_STAGE_PROFILING=1). This
-project steps them together; its steps are timed by the loop, which stays two steps ahead of the
-device, so the first steps of a picture are left out. GLM-Image writes each prior once for all
-sides; with --random-priors its prior tokens are drawn at random and the AR model does not run.
+for a request of one image or of four (where one step takes four), in an order that rotates.
+Upstream runs the images of a GLM-Image request one after another, so its step of four images is
+four times its own per-step metric, with the device drained before and after
+(SGLANG_DIFFUSION_SYNC_STAGE_PROFILING=1). This project steps them together; its steps are timed by
+the loop, which launches one step ahead of the device, so the first steps of a picture are left out.
+GLM-Image writes each prior once for all sides; with --random-priors its prior tokens are drawn at
+random and the AR model does not run.
 
 `buckets` loads MODEL in this process and measures every bucket of each size: an eager forward of
 those rows, a replay, the time that the GPU is busy in it (the sum of its kernels), the time that
