@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains the AR model to write prior tokens: a caption in, the preview's and the picture's out."""
 
-import argparse
-from pathlib import Path
-
 import torch
 import torch.nn.functional as F
 from draw import draw
@@ -18,27 +15,19 @@ from parts import (
 )
 from scenes import captions, sample_scenes
 from train_codebook import encode_small, in_8_bits, load_codebook, shrink
-from training import DEVICE, Clock, Trainer, autocast, save, wait_for
+from training import DEVICE, Clock, Trainer, autocast, parse_args, save, wait_for
 
 PREVIEW, PICTURE = PREVIEW_GRID**2, GRID**2
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("codebook", type=Path)
-    parser.add_argument("output", type=Path)
-    parser.add_argument("--seconds", type=float, default=300)
-    parser.add_argument("--scenes", type=int, default=150_000)
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--peak", type=float, default=1.5e-3)
-    parser.add_argument("--seed", type=int, default=3)
-    parser.add_argument("--resume", type=Path, metavar="DIR")
-    args = parser.parse_args()
-    torch.manual_seed(args.seed)
-    torch.set_float32_matmul_precision("high")
-
+    args = parse_args(
+        __doc__,
+        ["codebook", "output"],
+        **dict(seconds=620.0, scenes=150_000, batch=256, peak=1.5e-3, seed=3),
+    )
     tokenizer = make_tokenizer()
-    model = make_model(args.resume, tokenizer).to(DEVICE)
+    model = make_model(tokenizer).to(DEVICE)
     language, head = model.model.language_model, model.lm_head
     text, pictures = make_data(tokenizer, args.scenes, args.seed)
     compile_layers(language, head, tokenizer.pad_token_id, text)
@@ -48,7 +37,7 @@ def main() -> None:
     codes = torch.cat(codes, dim=1).short()
     del pictures
     trainer = Trainer([language, head], peak=args.peak)
-    clock = Clock("ar", args.seconds)
+    clock = Clock("ar", args.seconds, trainer, state=args.output.with_suffix(".state"))
     for rate in clock:
         pick = torch.randint(len(text), (args.batch,), device=DEVICE)
         loss = code_loss(language, head, tokenizer.pad_token_id, text[pick], codes[pick].long())
@@ -56,6 +45,7 @@ def main() -> None:
         clock.note(loss[:, :PREVIEW].mean(), loss[:, PREVIEW:].mean())
     trainer.use_average()
     save(model.state_dict(), args.output)
+    clock.forget()
 
 
 def compile_layers(language, head, pad: int, text) -> None:
@@ -73,11 +63,8 @@ def compile_layers(language, head, pad: int, text) -> None:
             layer._compiled_call_impl = None
 
 
-def make_model(resume: Path | None, tokenizer):
+def make_model(tokenizer):
     model = make_ar_model(tokenizer)
-    if resume:
-        model.load_state_dict(type(model).from_pretrained(resume).state_dict())
-        return model
     # small at first, as language models start
     for parameter in [*model.model.language_model.parameters(), model.lm_head.weight]:
         if parameter.dim() >= 2:
