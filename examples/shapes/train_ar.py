@@ -14,7 +14,7 @@ from parts import (
     make_tokenizer,
 )
 from scenes import captions, sample_scenes
-from train_codebook import encode_small, in_8_bits, load_codebook, shrink
+from train_codebook import encode, load_codebook
 from training import DEVICE, Clock, Trainer, autocast, parse_args, save, wait_for
 
 PREVIEW, PICTURE = PREVIEW_GRID**2, GRID**2
@@ -24,7 +24,7 @@ def main() -> None:
     args = parse_args(
         __doc__,
         ["codebook", "output"],
-        **dict(seconds=620.0, scenes=150_000, batch=256, peak=1.5e-3, seed=3),
+        **dict(seconds=620.0, scenes=200_000, batch=256, peak=1.5e-3, seed=3),
     )
     tokenizer = make_tokenizer()
     model = make_model(tokenizer).to(DEVICE)
@@ -33,8 +33,7 @@ def main() -> None:
     compile_layers(language, head, tokenizer.pad_token_id, text)
     load_codebook(model.model, wait_for(args.codebook))
     with autocast():
-        codes = [encode_small(model.model, small, grid) for grid, small in pictures.items()]
-    codes = torch.cat(codes, dim=1).short()
+        codes = torch.cat([written(model.model, part) for part in pictures.split(256)])
     del pictures
     trainer = Trainer([language, head], peak=args.peak)
     clock = Clock("ar", args.seconds, trainer, state=args.output.with_suffix(".state"))
@@ -72,8 +71,8 @@ def make_model(tokenizer):
     return model
 
 
-def make_data(tokenizer, count: int, seed: int) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-    """Token ids of the prompts, padded on the left, and pictures as either grid sees them."""
+def make_data(tokenizer, count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids of the prompts, padded on the left, and pictures in 8 bits."""
     generator = torch.Generator().manual_seed(seed)
     scenes = sample_scenes(count, generator)
     processor = make_processor(tokenizer)
@@ -83,13 +82,19 @@ def make_data(tokenizer, count: int, seed: int) -> tuple[torch.Tensor, dict[int,
     longest = max(len(row.ids) for row in rows)
     pad = tokenizer.pad_token_id
     text = torch.tensor([[pad] * (longest - len(row.ids)) + row.ids for row in rows])
-    pictures: dict[int, list[torch.Tensor]] = {PREVIEW_GRID: [], GRID: []}
-    for start in range(0, count, 256):
-        picture = draw(scenes[start : start + 256].to(DEVICE))
-        for grid, small in pictures.items():
-            small.append(in_8_bits(shrink(picture, grid)))
+    pictures = [
+        (draw(scenes[start : start + 256].to(DEVICE)) * 255).round().byte()
+        for start in range(0, count, 256)
+    ]
     print(f"ar: {count} scenes, prompts of up to {longest} tokens", flush=True)
-    return text.to(DEVICE), {grid: torch.cat(small) for grid, small in pictures.items()}
+    return text.to(DEVICE), torch.cat(pictures)
+
+
+def written(model, picture_NCHW: torch.Tensor) -> torch.Tensor:
+    """[N, tokens]: what the AR model should write, the preview's codes and the picture's."""
+    picture_NCHW = picture_NCHW.float() / 255
+    codes = [encode(model, picture_NCHW, grid) for grid in (PREVIEW_GRID, GRID)]
+    return torch.cat(codes, dim=1).short()
 
 
 def prompt_text(processor, caption: str) -> str:
