@@ -4,6 +4,7 @@
 import csv
 import json
 import math
+import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,7 +12,10 @@ import numpy as np
 from curve_grid import Setting, settings
 
 HEAD = ("group", "label", "curve", "steps", "buckets", "mode", "mean_scale", "forwards")
-MEASURES = ("scene", "word", "all_right", "change", "frechet", "saturation", "clipped", "drift")
+MEASURES = (
+    *("scene", "color", "shape", "place", "word", "all_right", "change"),
+    *("frechet", "saturation", "clipped", "drift"),
+)
 
 
 def result_path(folder: Path, setting: Setting) -> Path:
@@ -37,7 +41,8 @@ def write_table(folder: Path) -> None:
         if setting.group == "constant" and result["mean_scale"] == setup["scale"]
     )
     path = folder / "settings.csv"
-    with path.open("w", newline="") as file:
+    unfinished = path.with_suffix(f".{os.getpid()}")  # another process may be writing it too
+    with unfinished.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow([*HEAD, *(f"{m}{end}" for m in MEASURES for end in ("", "_low", "_high"))])
         for setting, result in results.items():
@@ -46,6 +51,7 @@ def write_table(folder: Path) -> None:
             for measure in MEASURES:
                 row += [f"{v:.5g}" for v in result[measure]] if result[measure] else [""] * 3
             writer.writerow(row)
+    unfinished.rename(path)
     print(f"{path}: {len(results)} of {len(every)} settings")
 
 

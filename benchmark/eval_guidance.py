@@ -5,15 +5,18 @@
 
 Every setting draws the same held-out captions from the same prior tokens and the same noise, in
 batches, without a server; test/server/test_shapes.py holds the two against each other. A setting
-that has its file in DIR/settings is not run again, so an interrupted run can be taken up. At the
-end DIR/settings.csv has a line a setting, and the plots are drawn where matplotlib is installed.
+that has its file in DIR/settings is not run again, so an interrupted run can be taken up, and
+several processes, one a GPU, can share a folder. At the end DIR/settings.csv has a line a setting,
+and the plots are drawn where matplotlib is installed.
 """
 
 import argparse
+import fcntl
 import json
 import platform
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -38,6 +41,7 @@ from scenes import captions, sample_scenes, words
 
 REFERENCE_PICTURES = 10_000
 SEED = 2026
+SHARES = ("scene", "color", "shape", "place")  # of judge.Verdict, beside the word
 
 
 def main() -> None:
@@ -107,9 +111,11 @@ class Evaluation:
     def _conditions(self):
         path = self.args.output / "prior_tokens.pt"
         texts, quoted = captions(self.scenes), words(self.scenes)
-        if not path.exists():
-            conditions = self.sampler.conditions(texts, quoted, SEED)
-            torch.save(conditions.codes.cpu().short(), path)
+        with locked(path.with_suffix(".lock"), wait=True):
+            if not path.exists():
+                conditions = self.sampler.conditions(texts, quoted, SEED)
+                torch.save(conditions.codes.cpu().short(), path.with_suffix(".new"))
+                path.with_suffix(".new").rename(path)
         codes = torch.load(path)
         if len(codes) != len(texts):
             sys.exit(f"{path} is of {len(codes)} pictures, not {len(texts)}: take another folder")
@@ -129,23 +135,32 @@ class Evaluation:
         return json.loads(self.path(setting).read_text())
 
     def run(self, todo: list[Setting], what: str) -> None:
-        """Run what has no file yet."""
-        fresh = list({s.key: s for s in todo if not self.path(s).exists()}.values())
-        started = time.monotonic()
-        for index, setting in enumerate(fresh):
-            if time.monotonic() > self.until:
-                print(f"out of time after {index} of {len(fresh)} {what}; run again to go on")
-                return
-            result = self.measure(setting)
-            self.path(setting).write_text(json.dumps(result))
-            spent = time.monotonic() - started
-            left = spent / (index + 1) * (len(fresh) - index - 1)
-            print(
-                f"{index + 1} of {len(fresh)} {what}, {left:.0f} s left: {setting.group} "
-                f"{setting.label}: all right {result['all_right'][0]:.3f} "
-                f"frechet {result['frechet'][0]:.3f}",
-                flush=True,
-            )
+        """Run what has no file yet, and wait for what another process is at."""
+        started, count = time.monotonic(), 0
+        while missing := list({s.key: s for s in todo if not self.path(s).exists()}.values()):
+            before = count
+            for setting in missing:
+                if time.monotonic() > self.until:
+                    print(f"out of time, {len(missing)} {what} missing; run again to go on")
+                    return
+                with locked(self.path(setting).with_suffix(".lock")) as mine:
+                    if not mine or self.path(setting).exists():
+                        continue
+                    result = self.measure(setting)
+                    unfinished = self.path(setting).with_suffix(".new")
+                    unfinished.write_text(json.dumps(result))
+                    unfinished.rename(self.path(setting))
+                count += 1
+                left = sum(not self.path(s).exists() for s in missing)
+                seconds = (time.monotonic() - started) / count * left
+                print(
+                    f"{left} {what}, at most {seconds:.0f} s left: {setting.group} "
+                    f"{setting.label}: all right {result['all_right'][0]:.3f} "
+                    f"frechet {result['frechet'][0]:.3f}",
+                    flush=True,
+                )
+            if count == before:
+                time.sleep(0.5)
 
     def draw_setting(self, setting: Setting):
         """Batches of (slice, pictures with their clipped part)."""
@@ -166,7 +181,7 @@ class Evaluation:
             picture = raw.clamp(0, 1)
             verdict = judge(picture, self.scenes[part])
             values = {
-                "scene": verdict.scene,
+                **{name: getattr(verdict, name) for name in SHARES},
                 "word": verdict.word,
                 "worded": verdict.worded,
                 "chroma": chroma(picture),
@@ -195,7 +210,7 @@ class Evaluation:
         worded = table["worded"]
         all_right = table["scene"] & (table["word"] | ~worded)
         shares = {
-            "scene": table["scene"],
+            **{name: table[name] for name in SHARES},
             "word": table["word"][worded],
             "all_right": all_right,
         }
@@ -224,6 +239,18 @@ class Evaluation:
             drawn = [raw.clamp(0, 1).mul(255).round().byte() for _, raw in self.draw_setting(each)]
             self._continuous = (each, torch.cat(drawn).cpu())
         return self._continuous[1]
+
+
+@contextmanager
+def locked(path: Path, *, wait: bool = False):
+    """Whether this process holds the file; the system lets go of it if the process dies."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
 
 
 def best_scale(evaluation: Evaluation, sweep: list[Setting]) -> float:

@@ -13,7 +13,7 @@ PITCH = (WIDTH + 1) * LETTER_SCALE  # pixels from one letter to the next
 
 SHAPES = ("circle", "square", "triangle", "diamond", "cross", "star")
 SIZES = ("small", "large")
-RADIUS = (20.0, 28.0)
+RADIUS = (22.0, 28.0)
 COLORS = {
     "red": (214, 40, 40),
     "green": (38, 150, 70),
@@ -175,7 +175,7 @@ def _centers(scenes: Scenes, jitter) -> torch.Tensor:
     alone_x = torch.tensor([40.0, 96.0, 152.0])[column] + jitter(5)
     alone_y = top + torch.tensor([0.225, 0.5, 0.775])[row] * rows + jitter(4)
 
-    near, far = 0.27, 0.73  # of the axis that the relation runs along
+    near, far = 0.25, 0.75  # of the axis that the relation runs along
     sideways = scenes.relation < 2
     first_is_near = (scenes.relation % 2 == 0)[:, None]
     along = torch.where(first_is_near, torch.tensor([near, far]), torch.tensor([far, near]))

@@ -3,12 +3,15 @@
 
     python examples/shapes/train.py outputs/glm-image-shapes
 
-The VAE first, then the codebook of the prior tokens, while the AR model and the DiT draw their
-pictures; then these two, side by side. Each trains for a fixed time, so a slower GPU gets a worse
-checkpoint, not a longer run. A part whose file lies in the work folder is not trained again.
+All parts run side by side: the VAE and the codebook of the prior tokens train while the AR model
+and the DiT draw their pictures; these two train when they have them. Each trains for a fixed time,
+so a slower GPU gets a worse checkpoint, not a longer run. The same command takes up a run that was
+stopped: a part whose file lies in the work folder is not trained again, and the AR model and the
+DiT go on from where they were a minute before.
 """
 
 import argparse
+import signal
 import subprocess
 import sys
 import time
@@ -17,7 +20,7 @@ from pathlib import Path
 from export import export
 
 HERE = Path(__file__).parent
-SECONDS = {"vae": 65, "codebook": 130, "ar": 450, "dit": 450}
+SECONDS = {"vae": 90, "codebook": 240, "ar": 620, "dit": 620}
 
 
 def main() -> None:
@@ -30,17 +33,20 @@ def main() -> None:
         parser.add_argument(
             f"--{part}", type=float, default=seconds, metavar="SECONDS", help=f"default: {seconds}"
         )
+    parser.add_argument("--scenes", type=int, help="for each part; default: its own number")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # parts are stopped too
     work = args.work or args.checkpoint.with_suffix(".parts")
     work.mkdir(parents=True, exist_ok=True)
     vae, codebook, ar, dit = (work / name for name in ("vae", "codebook.pt", "ar.pt", "dit.pt"))
+    scenes = ["--scenes", args.scenes] if args.scenes else []
     start = time.monotonic()
-    run_together({vae: ["train_vae.py", vae, "--seconds", args.vae]})
     run_together(
         {
-            codebook: ["train_codebook.py", codebook, "--seconds", args.codebook],
-            ar: ["train_ar.py", codebook, ar, "--seconds", args.ar],
-            dit: ["train_dit.py", vae, codebook, dit, "--seconds", args.dit],
+            vae: ["train_vae.py", vae, "--seconds", args.vae],
+            codebook: ["train_codebook.py", codebook, "--seconds", args.codebook, *scenes],
+            ar: ["train_ar.py", codebook, ar, "--seconds", args.ar, *scenes],
+            dit: ["train_dit.py", vae, codebook, dit, "--seconds", args.dit, *scenes],
         }
     )
     export(vae, ar, dit, args.checkpoint)

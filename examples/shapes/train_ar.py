@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains the AR model to write prior tokens: a caption in, the preview's and the picture's out."""
 
-import argparse
-from pathlib import Path
-
 import torch
 import torch.nn.functional as F
 from draw import draw
@@ -17,38 +14,29 @@ from parts import (
     make_tokenizer,
 )
 from scenes import captions, sample_scenes
-from train_codebook import encode_small, in_8_bits, load_codebook, shrink
-from training import DEVICE, Clock, Trainer, autocast, save, wait_for
+from train_codebook import encode, load_codebook
+from training import DEVICE, Clock, Trainer, autocast, parse_args, save, wait_for
 
 PREVIEW, PICTURE = PREVIEW_GRID**2, GRID**2
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("codebook", type=Path)
-    parser.add_argument("output", type=Path)
-    parser.add_argument("--seconds", type=float, default=300)
-    parser.add_argument("--scenes", type=int, default=150_000)
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--peak", type=float, default=1.5e-3)
-    parser.add_argument("--seed", type=int, default=3)
-    parser.add_argument("--resume", type=Path, metavar="DIR")
-    args = parser.parse_args()
-    torch.manual_seed(args.seed)
-    torch.set_float32_matmul_precision("high")
-
+    args = parse_args(
+        __doc__,
+        ["codebook", "output"],
+        **dict(seconds=620.0, scenes=200_000, batch=256, peak=1.5e-3, seed=3),
+    )
     tokenizer = make_tokenizer()
-    model = make_model(args.resume, tokenizer).to(DEVICE)
+    model = make_model(tokenizer).to(DEVICE)
     language, head = model.model.language_model, model.lm_head
     text, pictures = make_data(tokenizer, args.scenes, args.seed)
     compile_layers(language, head, tokenizer.pad_token_id, text)
     load_codebook(model.model, wait_for(args.codebook))
     with autocast():
-        codes = [encode_small(model.model, small, grid) for grid, small in pictures.items()]
-    codes = torch.cat(codes, dim=1).short()
+        codes = torch.cat([written(model.model, part) for part in pictures.split(256)])
     del pictures
     trainer = Trainer([language, head], peak=args.peak)
-    clock = Clock("ar", args.seconds)
+    clock = Clock("ar", args.seconds, trainer, state=args.output.with_suffix(".state"))
     for rate in clock:
         pick = torch.randint(len(text), (args.batch,), device=DEVICE)
         loss = code_loss(language, head, tokenizer.pad_token_id, text[pick], codes[pick].long())
@@ -56,6 +44,7 @@ def main() -> None:
         clock.note(loss[:, :PREVIEW].mean(), loss[:, PREVIEW:].mean())
     trainer.use_average()
     save(model.state_dict(), args.output)
+    clock.forget()
 
 
 def compile_layers(language, head, pad: int, text) -> None:
@@ -73,11 +62,8 @@ def compile_layers(language, head, pad: int, text) -> None:
             layer._compiled_call_impl = None
 
 
-def make_model(resume: Path | None, tokenizer):
+def make_model(tokenizer):
     model = make_ar_model(tokenizer)
-    if resume:
-        model.load_state_dict(type(model).from_pretrained(resume).state_dict())
-        return model
     # small at first, as language models start
     for parameter in [*model.model.language_model.parameters(), model.lm_head.weight]:
         if parameter.dim() >= 2:
@@ -85,8 +71,8 @@ def make_model(resume: Path | None, tokenizer):
     return model
 
 
-def make_data(tokenizer, count: int, seed: int) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-    """Token ids of the prompts, padded on the left, and pictures as either grid sees them."""
+def make_data(tokenizer, count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids of the prompts, padded on the left, and pictures in 8 bits."""
     generator = torch.Generator().manual_seed(seed)
     scenes = sample_scenes(count, generator)
     processor = make_processor(tokenizer)
@@ -96,13 +82,19 @@ def make_data(tokenizer, count: int, seed: int) -> tuple[torch.Tensor, dict[int,
     longest = max(len(row.ids) for row in rows)
     pad = tokenizer.pad_token_id
     text = torch.tensor([[pad] * (longest - len(row.ids)) + row.ids for row in rows])
-    pictures: dict[int, list[torch.Tensor]] = {PREVIEW_GRID: [], GRID: []}
-    for start in range(0, count, 256):
-        picture = draw(scenes[start : start + 256].to(DEVICE))
-        for grid, small in pictures.items():
-            small.append(in_8_bits(shrink(picture, grid)))
+    pictures = [
+        (draw(scenes[start : start + 256].to(DEVICE)) * 255).round().byte()
+        for start in range(0, count, 256)
+    ]
     print(f"ar: {count} scenes, prompts of up to {longest} tokens", flush=True)
-    return text.to(DEVICE), {grid: torch.cat(small) for grid, small in pictures.items()}
+    return text.to(DEVICE), torch.cat(pictures)
+
+
+def written(model, picture_NCHW: torch.Tensor) -> torch.Tensor:
+    """[N, tokens]: what the AR model should write, the preview's codes and the picture's."""
+    picture_NCHW = picture_NCHW.float() / 255
+    codes = [encode(model, picture_NCHW, grid) for grid in (PREVIEW_GRID, GRID)]
+    return torch.cat(codes, dim=1).short()
 
 
 def prompt_text(processor, caption: str) -> str:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains the vision encoder and the codebook whose codes are the prior tokens.
 
-Throw-away heads on the encoder learn to tell colour and shape, so that it has something to say. A
-throw-away decoder must tell from the codes what the picture looks like, with a bar in place of
+Throw-away heads learn to tell colour and shape from the encoder's output, so that it has something
+to say, and from each code alone, so that a code stands for one colour and one shape. A throw-away
+decoder must tell from the codes what the picture looks like, with a bar in place of
 the word, and, cell by cell, which colour and which shape of object covers it. So codes know where a
 word stands but not how it is spelt: that is the glyph encoder's part. Codes follow their vectors
 by moving averages; codes that nobody uses are moved to where vectors are.
 """
 
-import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,63 +18,54 @@ from draw import draw, object_covers
 from parts import CODES, GRID, PREVIEW_GRID, VISION_PATCH, make_ar_model, make_tokenizer
 from scenes import COLORS, SHAPES, Scenes, sample_scenes
 from torch import nn
-from training import DEVICE, Clock, Trainer, autocast, save
+from training import DEVICE, Clock, Trainer, autocast, parse_args, save
 
 UNQUANTIZED_STEPS = 500  # before the codebook starts, so that it starts from good vectors
-DECODER_STEPS = 150  # of the new decoder alone, where encoder and codebook are taken up
-PICTURES = {GRID: 2048, PREVIEW_GRID: 256}  # a step
-WEIGHTS = (1.0, 1.0, 2.0, 0.25, 1.0)  # pixels, colours, shapes, way to the nearest code, heads
+GRIDS = {GRID: 1.0, PREVIEW_GRID: 0.125}  # tokens a side: share of the batch that has them
+# of pixels, colours and shapes by the decoder, way to the nearest code, heads on encoder and code
+WEIGHTS = (1.0, 1.0, 2.0, 0.25, 1.0, 2.0)
 CLASSES = (len(COLORS), len(SHAPES))
 EMPTY_CELL = 0.2  # the weight of a cell without an object, of which there are ten times as many
+CODE_HEAD_GAIN = 4.0  # code vectors are of length 1
 LEAST_COVER = 0.04  # of a cell, for an object to count as being there
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("output", type=Path)
-    parser.add_argument("--seconds", type=float, default=80)
-    parser.add_argument("--scenes", type=int, default=60_000)
-    parser.add_argument("--resume", type=Path, metavar="FILE")
-    parser.add_argument("--divide", type=int, default=1, help="pictures a step by this")
-    args = parser.parse_args()
-    torch.manual_seed(2)
-    torch.set_float32_matmul_precision("high")
+    args = parse_args(__doc__, ["output"], seconds=240.0, scenes=60_000, batch=512, seed=2)
     model = make_ar_model(make_tokenizer()).model.to(DEVICE)
-    if args.resume:
-        load_codebook(model, args.resume)
     vision, quant_conv = model.visual, model.vqmodel.quant_conv
-    decoder = CodeDecoder(model.vqmodel.quantize.embedding.weight.shape[1]).to(DEVICE)
-    book = Codebook(model.vqmodel.quantize.embedding.weight.data, keep_start=bool(args.resume))
-    pools = make_pools(args.scenes)
-    heads = nn.ModuleList(nn.Linear(quant_conv.in_channels, 1 + n) for n in CLASSES).to(DEVICE)
-    trainer = Trainer([vision, quant_conv, heads, decoder], peak=2e-3)
+    code_vectors = model.vqmodel.quantize.embedding.weight.data
+    decoder = CodeDecoder(code_vectors.shape[1]).to(DEVICE)
+    book = Codebook(code_vectors)
+    pools = make_pools(args.scenes, args.seed)
+    heads = class_heads(quant_conv.in_channels)
+    code_heads = class_heads(code_vectors.shape[1])
+    trainer = Trainer([vision, quant_conv, heads, code_heads, decoder], peak=2e-3)
     weights = torch.tensor(WEIGHTS, device=DEVICE)
-    clock = Clock("codebook", args.seconds)  # pixels, colour, shape, drift, heads of either grid
-    for rate in clock:
+    for rate in (clock := Clock("codebook", args.seconds, trainer)):
         losses = []
-        for grid, count in PICTURES.items():
+        for grid, share in GRIDS.items():
             pool = pools[grid]
-            pick = torch.randint(args.scenes, (count // args.divide,), device=DEVICE)
+            pick = torch.randint(args.scenes, (round(args.batch * share),), device=DEVICE)
             labels = [part[pick].long().flatten() for part in (pool.color, pool.shape)]
             with autocast():
                 hidden = features(vision, _signed(pool.seen[pick]), grid)
                 vector = project(quant_conv, hidden)
-                if args.resume and clock.step < DECODER_STEPS:
-                    hidden, vector = hidden.detach(), vector.detach()
-                told = sum(class_loss(head(hidden), label) for head, label in zip(heads, labels))
-            learn = bool(args.resume) or clock.step >= UNQUANTIZED_STEPS
-            quantized, drift = book.quantize(vector, learn=learn)
+                told = class_losses(heads, hidden, labels)
+            quantized, drift = book.quantize(vector, learn=trainer.steps >= UNQUANTIZED_STEPS)
             with autocast():
                 pixels, colors, shapes = decoder(quantized, grid)
+                code_told = class_losses(code_heads, quantized * CODE_HEAD_GAIN, labels)
             wanted = F.unfold(_signed(pool.wanted[pick]), VISION_PATCH, stride=VISION_PATCH)
-            wanted = wanted.transpose(1, 2)
-            error = pixels.float() - wanted
+            error = pixels.float() - wanted.transpose(1, 2)
             pixel_loss = error.abs().mean() + 2 * error.square().mean()
             color_loss, shape_loss = map(class_loss, (colors, shapes), labels)
-            losses.append(torch.stack([pixel_loss, color_loss, shape_loss, drift, told]))
+            losses.append(
+                torch.stack([pixel_loss, color_loss, shape_loss, drift, told, code_told])
+            )
         loss = torch.stack(losses)
         trainer.step((loss * weights).sum(), rate)
-        clock.note(*loss.flatten())
+        clock.note(*loss.flatten())  # in the order of WEIGHTS, of either grid
     print(f"codebook: {book.in_use()} of {CODES} codes in use", flush=True)
     # the live weights, not averaged ones: the codebook has followed them
     save({"visual": vision.state_dict(), "vqmodel": model.vqmodel.state_dict()}, args.output)
@@ -90,9 +81,9 @@ class Pool:
     shape: torch.Tensor
 
 
-def make_pools(count: int) -> dict[int, Pool]:
-    scenes = sample_scenes(count, torch.Generator().manual_seed(2))
-    columns: dict[int, list[list[torch.Tensor]]] = {grid: [[], [], [], []] for grid in PICTURES}
+def make_pools(count: int, seed: int) -> dict[int, Pool]:
+    scenes = sample_scenes(count, torch.Generator().manual_seed(seed))
+    columns: dict[int, list[list[torch.Tensor]]] = {grid: [[], [], [], []] for grid in GRIDS}
     for start in range(0, count, 256):
         part = scenes[start : start + 256].to(DEVICE)
         pictures = [draw(part, letters=letters) for letters in (True, False)]
@@ -117,6 +108,14 @@ def shrink(picture_NCHW: torch.Tensor, grid: int) -> torch.Tensor:
     side = grid * VISION_PATCH
     small = F.interpolate(picture_NCHW, (side, side), mode="bicubic", antialias=True)
     return small.clamp(0, 1) * 2 - 1
+
+
+def class_heads(width: int) -> nn.ModuleList:
+    return nn.ModuleList(nn.Linear(width, 1 + count) for count in CLASSES).to(DEVICE)
+
+
+def class_losses(heads, hidden: torch.Tensor, labels: list[torch.Tensor]) -> torch.Tensor:
+    return sum(class_loss(head(hidden), label) for head, label in zip(heads, labels))
 
 
 def class_loss(logits: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
@@ -184,11 +183,9 @@ def load_codebook(model, path: Path) -> None:
 class Codebook:
     """Unit vectors that follow the vectors quantized to them."""
 
-    def __init__(self, code_vectors: torch.Tensor, *, keep_start: bool, keep: float = 0.99):
+    def __init__(self, code_vectors: torch.Tensor, keep: float = 0.99):
         self.code_vectors, self.keep = code_vectors, keep
         self.uses: torch.Tensor | None = None
-        if keep_start:
-            self._start(F.normalize(code_vectors, dim=1))
         self.steps = 0
 
     def quantize(self, vector: torch.Tensor, *, learn: bool):
@@ -201,7 +198,7 @@ class Codebook:
         code = nearest_codes(flat, self.code_vectors)
         chosen = self.code_vectors[code].view_as(vector)
         drift = (vector - chosen).square().sum(-1).mean()
-        uses = torch.bincount(code, minlength=CODES).float()
+        uses = torch.zeros_like(self.uses).index_add_(0, code, torch.ones_like(flat[:, 0]))
         sums = torch.zeros_like(self.sums).index_add_(0, code, flat)
         self.uses.lerp_(uses, 1 - self.keep)
         self.sums.lerp_(sums, 1 - self.keep)

@@ -5,9 +5,6 @@ In one picture out of eight both branches' worth of conditioning is dropped, pri
 alike, which is what GLM-Image's uncond branch is at inference.
 """
 
-import argparse
-from pathlib import Path
-
 import torch
 import torch.nn.functional as F
 from draw import draw
@@ -15,33 +12,21 @@ from masked_dit import MaskedDit, embed_glyphs, glyph_ids
 from parts import GRID, make_ar_model, make_dit, make_glyph_encoder, make_tokenizer
 from scenes import sample_scenes, words
 from train_codebook import encode_small, in_8_bits, load_codebook, shrink
-from training import DEVICE, Clock, Trainer, autocast, save, wait_for
+from training import DEVICE, Clock, Trainer, autocast, parse_args, save, wait_for
 
 DROP = 0.125
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("vae", type=Path)
-    parser.add_argument("codebook", type=Path)
-    parser.add_argument("output", type=Path)
-    parser.add_argument("--seconds", type=float, default=300)
-    parser.add_argument("--scenes", type=int, default=200_000)
-    parser.add_argument("--batch", type=int, default=512)
-    parser.add_argument("--peak", type=float, default=1.5e-3)
-    parser.add_argument("--seed", type=int, default=4)
-    parser.add_argument("--resume", type=Path, metavar="DIR")
-    args = parser.parse_args()
-    torch.manual_seed(args.seed)
-    torch.set_float32_matmul_precision("high")
-
+    args = parse_args(
+        __doc__,
+        ["vae", "codebook", "output"],
+        **dict(seconds=620.0, scenes=200_000, batch=512, peak=1.5e-3, seed=4),
+    )
     data = make_data(args)
     small = data.pop("small")
     dit, glyph_encoder = make_dit(), make_glyph_encoder()
     start_at_zero(dit)
-    if args.resume:
-        for model, name in ((dit, "transformer"), (glyph_encoder, "text_encoder")):
-            model.load_state_dict(type(model).from_pretrained(args.resume / name).state_dict())
     dit.to(DEVICE), glyph_encoder.to(DEVICE)
     forward = compiled_dit(dit, glyph_encoder, data, args.batch)
     model = make_ar_model(make_tokenizer()).model
@@ -50,13 +35,14 @@ def main() -> None:
         data["codes"] = encode_small(model.to(DEVICE), small, GRID).short()
     del small
     trainer = Trainer([dit, glyph_encoder], peak=args.peak)
-    clock = Clock("dit", args.seconds)
+    clock = Clock("dit", args.seconds, trainer, state=args.output.with_suffix(".state"))
     for rate in clock:
         loss = flow_loss(forward, glyph_encoder, data, args.batch)
         trainer.step(loss, rate)
         clock.note(loss)
     trainer.use_average()
     save({"dit": dit.state_dict(), "glyph": glyph_encoder.state_dict()}, args.output)
+    clock.forget()
 
 
 def flow_loss(forward, glyph_encoder, data, batch: int) -> torch.Tensor:
@@ -109,7 +95,8 @@ def make_data(args) -> dict[str, torch.Tensor]:
     """Latents, pictures as the encoder of the prior tokens sees them, and words; on the device."""
     from diffusers import AutoencoderKL
 
-    vae = AutoencoderKL.from_pretrained(args.vae).to(DEVICE, memory_format=torch.channels_last)
+    vae = AutoencoderKL.from_pretrained(wait_for(args.vae))
+    vae.to(DEVICE, memory_format=torch.channels_last)
     mean, deviation = (
         torch.tensor(values, device=DEVICE)[None, :, None, None]
         for values in (vae.config.latents_mean, vae.config.latents_std)

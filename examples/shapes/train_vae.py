@@ -1,36 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains the VAE on pictures drawn as it goes; writes it with its latents' mean and deviation."""
 
-import argparse
-from pathlib import Path
-
 import torch
 import torch.nn.functional as F
 from draw import draw
 from parts import make_vae
 from scenes import sample_scenes
-from training import DEVICE, Clock, Trainer, autocast
+from training import DEVICE, Clock, Trainer, autocast, parse_args
 
 KL_WEIGHT = 1e-3
 EDGE_WEIGHT = 0.5  # flat pictures are all in their edges
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("output", type=Path)
-    parser.add_argument("--seconds", type=float, default=80)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--resume", type=Path, metavar="DIR")
-    args = parser.parse_args()
-    torch.manual_seed(1)
-    torch.set_float32_matmul_precision("high")
-    generator = torch.Generator().manual_seed(1)
-    vae = make_vae()
-    if args.resume:
-        vae.load_state_dict(type(vae).from_pretrained(args.resume).state_dict())
-    vae.to(DEVICE, memory_format=torch.channels_last)
-    trainer = Trainer([vae], peak=1e-3 if args.resume else 2e-3)
-    clock = Clock("vae", args.seconds)
+    args = parse_args(__doc__, ["output"], seconds=90.0, batch=64, seed=1)
+    generator = torch.Generator().manual_seed(args.seed)
+    vae = make_vae().to(DEVICE, memory_format=torch.channels_last)
+    trainer = Trainer([vae], peak=2e-3)
+    clock = Clock("vae", args.seconds, trainer)
     for rate in clock:
         picture = draw(sample_scenes(args.batch, generator).to(DEVICE)) * 2 - 1
         picture = picture.contiguous(memory_format=torch.channels_last)
@@ -46,7 +33,9 @@ def main() -> None:
     mean, deviation = latent_statistics(vae, generator)
     finished = make_vae(latents_mean=mean, latents_std=deviation)
     finished.load_state_dict(vae.state_dict())
-    finished.save_pretrained(args.output)
+    unfinished = args.output.with_suffix(".new")
+    finished.save_pretrained(unfinished)
+    unfinished.rename(args.output)  # the DiT waits for it
 
 
 def _steps(picture: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the training loops share: a schedule by the clock, averaged weights, a device."""
+"""What the training scripts share: arguments, a schedule by the clock, averaged weights."""
 
+import argparse
 import math
 import time
 from collections.abc import Iterator
@@ -9,40 +10,26 @@ from pathlib import Path
 import torch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SAVE_EVERY = 60  # seconds
+
+
+def parse_args(description: str, paths: list[str], **numbers: float) -> argparse.Namespace:
+    """`paths` are positional, `numbers` options with their defaults; also seeds torch."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    for name in paths:
+        parser.add_argument(name, type=Path)
+    for name, default in numbers.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=" ")
+    args = parser.parse_args()
+    torch.manual_seed(args.seed)
+    torch.set_float32_matmul_precision("high")
+    return args
 
 
 def autocast():
     return torch.autocast(DEVICE.type, torch.bfloat16, enabled=DEVICE.type == "cuda")
-
-
-class Clock:
-    """Trains for `seconds`: warm-up over the first steps, then a cosine down to zero."""
-
-    def __init__(self, name: str, seconds: float, warmup: int = 200):
-        self.name, self.seconds, self.warmup = name, seconds, warmup
-        self.step = 0
-
-    def __iter__(self) -> Iterator[float]:
-        """Yields the learning rate of each step as a share of its peak."""
-        start, shown = time.monotonic(), 0.0
-        self._losses: list[torch.Tensor] = []
-        while (elapsed := time.monotonic() - start) < self.seconds:
-            if elapsed - shown >= max(10.0, self.seconds / 20) and self._losses:
-                shown = elapsed
-                loss = torch.stack(self._losses).mean(0).tolist()
-                self._losses.clear()
-                text = " ".join(f"{value:.4f}" for value in loss)
-                print(
-                    f"{self.name}: {elapsed:.0f} of {self.seconds:.0f} s, step {self.step}, "
-                    f"loss {text}",
-                    flush=True,
-                )
-            falling = 0.5 * (1 + math.cos(math.pi * elapsed / self.seconds))
-            yield max(falling, 0.01) * min(1.0, (self.step + 1) / self.warmup)
-            self.step += 1
-
-    def note(self, *losses: torch.Tensor) -> None:
-        self._losses.append(torch.stack([loss.detach().float() for loss in losses]))
 
 
 class Trainer:
@@ -77,9 +64,85 @@ class Trainer:
         for parameter, average in zip(self.parameters, self.averaged):
             parameter.copy_(average)
 
+    def state_dict(self) -> dict:
+        return {
+            "parameters": self.parameters,
+            "averaged": self.averaged,
+            "optimizer": self.optimizer.state_dict(),
+            "steps": self.steps,
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict) -> None:
+        for name in ("parameters", "averaged"):
+            torch._foreach_copy_(getattr(self, name), state[name])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.steps = state["steps"]
+
+
+class Clock:
+    """Trains for `seconds`: warm-up over the first steps, then a cosine down to zero.
+
+    With a file for its state, a training that was stopped goes on from there, a minute back at
+    most.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        seconds: float,
+        trainer: Trainer,
+        *,
+        state: Path | None = None,
+        warmup: int = 200,
+    ):
+        self.name, self.seconds, self.warmup = name, seconds, warmup
+        self.trainer, self.state = trainer, state
+        self._losses: list[torch.Tensor] = []
+
+    def __iter__(self) -> Iterator[float]:
+        """Yields the learning rate of each step as a share of its peak."""
+        shown = saved = before = self._take_up()
+        start = time.monotonic() - before
+        while (elapsed := time.monotonic() - start) < self.seconds:
+            if elapsed - shown >= max(10.0, self.seconds / 20) and self._losses:
+                shown = elapsed
+                self._show(elapsed)
+            if self.state and elapsed - saved >= SAVE_EVERY:
+                saved = elapsed
+                save({"elapsed": elapsed, "trainer": self.trainer.state_dict()}, self.state)
+            falling = 0.5 * (1 + math.cos(math.pi * elapsed / self.seconds))
+            yield max(falling, 0.01) * min(1.0, (self.trainer.steps + 1) / self.warmup)
+
+    def note(self, *losses: torch.Tensor) -> None:
+        self._losses.append(torch.stack([loss.detach().float() for loss in losses]))
+
+    def forget(self) -> None:
+        """To be called when what was trained is saved."""
+        if self.state:
+            self.state.unlink(missing_ok=True)
+
+    def _take_up(self) -> float:
+        """The seconds trained in earlier runs."""
+        if self.state is None or not self.state.exists():
+            return 0.0
+        kept = torch.load(self.state, map_location=DEVICE)
+        self.trainer.load_state_dict(kept["trainer"])
+        print(f"{self.name}: goes on after {kept['elapsed']:.0f} s", flush=True)
+        return kept["elapsed"]
+
+    def _show(self, elapsed: float) -> None:
+        loss = torch.stack(self._losses).mean(0).tolist()
+        self._losses.clear()
+        print(
+            f"{self.name}: {elapsed:.0f} of {self.seconds:.0f} s, step {self.trainer.steps}, "
+            f"loss {' '.join(f'{value:.4f}' for value in loss)}",
+            flush=True,
+        )
+
 
 def wait_for(path: Path) -> Path:
-    """A file that another part is still making."""
+    """A file or folder that another part is still making."""
     while not path.exists():
         time.sleep(0.2)
     return path
