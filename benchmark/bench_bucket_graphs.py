@@ -252,7 +252,7 @@ def buckets(args: argparse.Namespace) -> None:
     # from its first use on, the profiler makes every launch of a graph slower: only now
     for size, measured in timings:
         rows = [
-            bucket_row(graph := graphs.graphs[bucket], times, gpu_busy_ms(graph.replay, torch))
+            bucket_row(graphs.graphs[bucket], times, gpu_busy_ms(graphs, bucket, torch))
             for bucket, times in measured.items()
         ]
         header = [
@@ -268,11 +268,8 @@ def buckets(args: argparse.Namespace) -> None:
 
 def measure_bucket(graphs, bucket, rounds: int, torch) -> dict[str, float]:
     """Milliseconds: an eager forward, a replay, the host's part of a step, a launch alone."""
-    from harness.graphs import random_samples
-
     graph, inputs = graphs.graphs[bucket], graphs._inputs[bucket.shape]
-    samples = random_samples(graphs, bucket, bucket.rows, seed=1)
-    inputs.load(samples, bucket.rows)
+    samples = load_samples(graphs, bucket)
     times: dict[str, list[float]] = {"eager": [], "graph": [], "host": [], "launch": []}
     for _ in range(rounds):
         times["eager"].append(timed(lambda: graphs.forward(inputs, bucket.rows), torch))
@@ -287,6 +284,15 @@ def measure_bucket(graphs, bucket, rounds: int, torch) -> dict[str, float]:
         graph.replay()
         times["launch"].append(1000 * (time.perf_counter() - start))
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def load_samples(graphs, bucket) -> list:
+    """Rows that fill the bucket, in its static inputs: a replay reads their indices."""
+    from harness.graphs import random_samples
+
+    samples = random_samples(graphs, bucket, bucket.rows, seed=1)
+    graphs._inputs[bucket.shape].load(samples, bucket.rows)
+    return samples
 
 
 def bucket_row(graph, times: dict[str, float], busy_ms: float) -> list:
@@ -341,10 +347,12 @@ def timed(run, torch, runs: int = 10) -> float:
     return 1000 * (time.perf_counter() - start) / runs
 
 
-def gpu_busy_ms(run, torch, runs: int = 3) -> float:
-    """The sum of the kernels of one run."""
+def gpu_busy_ms(graphs, bucket, torch, runs: int = 3) -> float:
+    """The sum of the kernels of one replay."""
     from torch.profiler import ProfilerActivity, profile
 
+    run = graphs.graphs[bucket].replay
+    load_samples(graphs, bucket)
     run()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
