@@ -11,12 +11,10 @@ and the plots are drawn where matplotlib is installed.
 """
 
 import argparse
-import fcntl
 import json
 import platform
 import sys
 import time
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -31,7 +29,7 @@ from curve_metrics import (
     mean_interval,
     share_interval,
 )
-from curve_table import result_path, write_table
+from curve_table import locked, result_path, write_table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "shapes"))
 from draw import draw
@@ -239,18 +237,6 @@ class Evaluation:
             drawn = [raw.clamp(0, 1).mul(255).round().byte() for _, raw in self.draw_setting(each)]
             self._continuous = (each, torch.cat(drawn).cpu())
         return self._continuous[1]
-
-
-@contextmanager
-def locked(path: Path, *, wait: bool = False):
-    """Whether this process holds the file; the system lets go of it if the process dies."""
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
 
 
 def best_scale(evaluation: Evaluation, sweep: list[Setting]) -> float:
