@@ -101,9 +101,14 @@ class Evaluation:
         self.sampler = Sampler(args.checkpoint, self.device)
         self.conditions = self._conditions()
         self.noise = make_noise(args.pictures, SEED)
-        self.space = FeatureSpace(self._reference(), self.device)
+        reference = sample_scenes(
+            REFERENCE_PICTURES, torch.Generator().manual_seed(SEED + 1), held_out=True
+        )
+        self.space = FeatureSpace(self._drawn(reference), self.device)
         self.distance = FrechetDistance(self.space.reference)
-        self.true_chroma = torch.cat([chroma(picture) for picture in self._reference()]).mean()
+        self.true_chroma = torch.cat([chroma(picture) for picture in self._drawn(reference)]).mean()
+        drawn = np.concatenate([self.space(picture) for picture in self._drawn(self.scenes)])
+        self.setup["frechet of drawn pictures"] = round(self.distance(drawn), 3)
         self._continuous: tuple[Setting, torch.Tensor] | None = None
 
     def _conditions(self):
@@ -119,10 +124,8 @@ class Evaluation:
             sys.exit(f"{path} is of {len(codes)} pictures, not {len(texts)}: take another folder")
         return self.sampler.with_codes(codes.long().to(self.device), quoted)
 
-    def _reference(self):
-        """Pictures as they should be, of other held-out captions."""
-        generator = torch.Generator().manual_seed(SEED + 1)
-        scenes = sample_scenes(REFERENCE_PICTURES, generator, held_out=True)
+    def _drawn(self, scenes):
+        """Pictures as they should be, in batches."""
         for start in range(0, len(scenes), self.args.batch):
             yield draw(scenes[start : start + self.args.batch].to(self.device))
 

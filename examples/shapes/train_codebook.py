@@ -21,8 +21,7 @@ from torch import nn
 from training import DEVICE, Clock, Trainer, autocast, parse_args, save
 
 UNQUANTIZED_STEPS = 500  # before the codebook starts, so that it starts from good vectors
-# tokens a side: share of the batch that has them, weight of their losses; the DiT sees GRID alone
-GRIDS = {GRID: (1.0, 1.0), PREVIEW_GRID: (0.125, 0.5)}
+GRIDS = {GRID: 1.0, PREVIEW_GRID: 0.125}  # tokens a side: share of the batch that has them
 # of pixels, colours and shapes by the decoder, way to the nearest code, heads on encoder and code
 WEIGHTS = (1.0, 1.0, 2.0, 0.25, 1.0, 2.0)
 CLASSES = (len(COLORS), len(SHAPES))
@@ -44,8 +43,8 @@ def main() -> None:
     trainer = Trainer([vision, quant_conv, heads, code_heads, decoder], peak=2e-3)
     weights = torch.tensor(WEIGHTS, device=DEVICE)
     for rate in (clock := Clock("codebook", args.seconds, trainer)):
-        loss, noted = 0, []
-        for grid, (share, weight) in GRIDS.items():
+        losses = []
+        for grid, share in GRIDS.items():
             pool = pools[grid]
             pick = torch.randint(args.scenes, (round(args.batch * share),), device=DEVICE)
             labels = [part[pick].long().flatten() for part in (pool.color, pool.shape)]
@@ -61,11 +60,12 @@ def main() -> None:
             error = pixels.float() - wanted.transpose(1, 2)
             pixel_loss = error.abs().mean() + 2 * error.square().mean()
             color_loss, shape_loss = map(class_loss, (colors, shapes), labels)
-            parts = torch.stack([pixel_loss, color_loss, shape_loss, drift, told, code_told])
-            loss = loss + weight * (parts * weights).sum()
-            noted.extend(parts)
-        trainer.step(loss, rate)
-        clock.note(*noted)  # in the order of WEIGHTS, of either grid
+            losses.append(
+                torch.stack([pixel_loss, color_loss, shape_loss, drift, told, code_told])
+            )
+        loss = torch.stack(losses)
+        trainer.step((loss * weights).sum(), rate)
+        clock.note(*loss.flatten())  # in the order of WEIGHTS, of either grid
     print(f"codebook: {book.in_use()} of {CODES} codes in use", flush=True)
     # the live weights, not averaged ones: the codebook has followed them
     save({"visual": vision.state_dict(), "vqmodel": model.vqmodel.state_dict()}, args.output)
