@@ -9,12 +9,13 @@ import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+import numpy as np
 from curve_table import write_table
 from matplotlib.axes import Axes
 
 NAMES = {
     "all_right": "everything right",
-    "change": "change in pictures all right, paired",
+    "change": "change in everything right, pictures in 100",
     "scene": "objects right",
     "word": "word readable",
     "frechet": "Fréchet distance (lower is better)",
@@ -22,13 +23,14 @@ NAMES = {
     "drift": "RMS change from one bucket a step, of 255",
 }
 BLUE, RED, GREEN, GRAY, FRAME = "#1f6fb4", "#d1495b", "#3a8f5c", "#9aa1ad", "#6b7280"
+INKS = (RED, BLUE, GREEN, "#8a5fb0", "#c98a1b", "#4b5563")
 
 
 class Row(dict):
-    """A line of the table; numbers as numbers."""
+    """A line of the table; numbers as numbers, changes in pictures in 100."""
 
     def number(self, name: str) -> float:
-        return float(self[name])
+        return float(self[name]) * (100 if name.startswith("change") else 1)
 
     def error(self, name: str) -> list[list[float]]:
         value, low, high = (self.number(name + end) for end in ("", "_low", "_high"))
@@ -111,34 +113,37 @@ def draw_matched_mean(rows: list[Row], base: Row):
 
 
 def draw_intervals(groups: dict[str, list[Row]]):
-    figure, panels = plt.subplots(1, 2, figsize=(12, 4.6))
-    kinds = (("interval 1x", BLUE), ("interval 1.5x", GREEN), ("fewer steps", RED))
-    for axes, name in zip(panels, ("all_right", "frechet")):
-        base = _base(groups)
-        axes.axhspan(
-            base.number(f"{name}_low"), base.number(f"{name}_high"), color=GRAY, alpha=0.3, lw=0
-        )
-        for group, ink in kinds:
-            for index, row in enumerate(groups[group]):
-                x, y = row.number("forwards"), row.number(name)
-                label = {"fewer steps": "plain CFG in fewer steps"}.get(group, group)
-                axes.errorbar(
-                    x,
-                    y,
-                    yerr=row.error(name),
-                    fmt="s" if group == "fewer steps" else "o",
-                    ms=4,
-                    color=ink,
-                    lw=1,
-                    label=label if index == 0 else None,
-                )
-                if group != "fewer steps":
-                    axes.annotate(row["label"], (x, y), (3, 2), textcoords="offset points",
-                                  fontsize=6.5, color=FRAME)
-        axes.set(xlabel="forwards an image", ylabel=NAMES[name])
-        _clean(axes)
-    panels[0].legend(frameon=False, fontsize=9, loc="lower right")
-    panels[1].set_yscale("log")
+    """Above at the scale of the constant, below raised by half; a line a start, a point an end."""
+    figure, panels = plt.subplots(2, 2, figsize=(12, 7.6), sharex=True, sharey="col")
+    for pair, group in zip(panels, ("interval 1x", "interval 1.5x")):
+        lines: dict[str, list[Row]] = {"plain CFG in fewer steps": groups["fewer steps"]}
+        for row in groups[group]:
+            lines.setdefault(f"guided from {row['label'].split('-')[0]}", []).append(row)
+        for axes, name in zip(pair, ("change", "frechet")):
+            for index, (label, rows) in enumerate(lines.items()):
+                x = [row.number("forwards") + 0.18 * index - 0.45 for row in rows]  # side by side
+                y = [row.number(name) for row in rows]
+                ink = INKS[index]
+                if name == "change":
+                    errors = np.hstack([row.error(name) for row in rows])
+                    axes.errorbar(x, y, yerr=errors, fmt="none", ecolor=ink, elinewidth=0.9)
+                axes.plot(x, y, marker="s" if index == 0 else "o", ms=4, lw=1, color=ink,
+                          label=label)
+                if index:
+                    for row, *place in zip(rows, x, y):
+                        axes.annotate(f"to {row['label'].split('-')[1]}", place, (3, 3),
+                                      textcoords="offset points", fontsize=6.5, color=FRAME)
+            axes.axhline(_base(groups).number(name), color=GRAY, lw=1, zorder=0)
+            axes.set(ylabel=NAMES[name], title=group.replace("1x", "at the constant's scale")
+                     .replace("1.5x", "at 1.5 times the constant's scale"))
+            axes.title.set_fontsize(9)
+            _clean(axes)
+    half = _base(groups).error("frechet")
+    panels[0, 1].text(0.99, 0.02, f"95% of each value: -{half[0][0]:.2f}, +{half[1][0]:.2f}",
+                      transform=panels[0, 1].transAxes, ha="right", fontsize=8, color=FRAME)
+    for axes in panels[1]:
+        axes.set(xlabel="forwards an image; the line: constant")
+    panels[0, 0].legend(frameon=False, fontsize=8, loc="lower right")
     figure.tight_layout()
     return figure
 
@@ -149,7 +154,7 @@ def draw_buckets(groups: dict[str, list[Row]]):
         raise KeyError("buckets")
     figure, panels = plt.subplots(1, 3, figsize=(13, 4))
     counts = sorted({int(row["label"]) for row in sum(chosen.values(), []) if _constant(row)})
-    for (group, rows), ink in zip(chosen.items(), (BLUE, RED, GREEN, "#8a5fb0")):
+    for (group, rows), ink in zip(chosen.items(), (BLUE, RED, GREEN, INKS[3])):
         rows = sorted(filter(_constant, rows), key=lambda row: int(row["label"]))
         for axes, name in zip(panels, ("change", "frechet", "drift")):
             kept = [row for row in rows if row[name]]

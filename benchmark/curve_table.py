@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the files of single settings to one table: DIR/settings.csv."""
+"""The files of single settings, and from them one table: DIR/settings.csv."""
 
 import csv
+import fcntl
 import json
 import math
 import os
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,6 +22,18 @@ MEASURES = (
 
 def result_path(folder: Path, setting: Setting) -> Path:
     return folder / "settings" / f"{setting.key}.json"
+
+
+@contextmanager
+def locked(path: Path, *, wait: bool = False):
+    """Whether this process holds the file; the system lets go of it if the process dies."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
 
 
 def write_table(folder: Path) -> None:

@@ -11,12 +11,10 @@ and the plots are drawn where matplotlib is installed.
 """
 
 import argparse
-import fcntl
 import json
 import platform
 import sys
 import time
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -31,7 +29,7 @@ from curve_metrics import (
     mean_interval,
     share_interval,
 )
-from curve_table import result_path, write_table
+from curve_table import locked, result_path, write_table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "shapes"))
 from draw import draw
@@ -103,9 +101,14 @@ class Evaluation:
         self.sampler = Sampler(args.checkpoint, self.device)
         self.conditions = self._conditions()
         self.noise = make_noise(args.pictures, SEED)
-        self.space = FeatureSpace(self._reference(), self.device)
+        reference = sample_scenes(
+            REFERENCE_PICTURES, torch.Generator().manual_seed(SEED + 1), held_out=True
+        )
+        self.space = FeatureSpace(self._drawn(reference), self.device)
         self.distance = FrechetDistance(self.space.reference)
-        self.true_chroma = torch.cat([chroma(picture) for picture in self._reference()]).mean()
+        self.true_chroma = torch.cat([chroma(picture) for picture in self._drawn(reference)]).mean()
+        drawn = np.concatenate([self.space(picture) for picture in self._drawn(self.scenes)])
+        self.setup["frechet of drawn pictures"] = round(self.distance(drawn), 3)
         self._continuous: tuple[Setting, torch.Tensor] | None = None
 
     def _conditions(self):
@@ -121,10 +124,8 @@ class Evaluation:
             sys.exit(f"{path} is of {len(codes)} pictures, not {len(texts)}: take another folder")
         return self.sampler.with_codes(codes.long().to(self.device), quoted)
 
-    def _reference(self):
-        """Pictures as they should be, of other held-out captions."""
-        generator = torch.Generator().manual_seed(SEED + 1)
-        scenes = sample_scenes(REFERENCE_PICTURES, generator, held_out=True)
+    def _drawn(self, scenes):
+        """Pictures as they should be, in batches."""
         for start in range(0, len(scenes), self.args.batch):
             yield draw(scenes[start : start + self.args.batch].to(self.device))
 
@@ -239,18 +240,6 @@ class Evaluation:
             drawn = [raw.clamp(0, 1).mul(255).round().byte() for _, raw in self.draw_setting(each)]
             self._continuous = (each, torch.cat(drawn).cpu())
         return self._continuous[1]
-
-
-@contextmanager
-def locked(path: Path, *, wait: bool = False):
-    """Whether this process holds the file; the system lets go of it if the process dies."""
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
 
 
 def best_scale(evaluation: Evaluation, sweep: list[Setting]) -> float:

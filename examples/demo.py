@@ -37,7 +37,7 @@ SHAPES_PROMPTS = (
     'a small orange cross at the top right, striped gray background, the word "ZOO" at the bottom',
 )
 CURVES = ("constant", "linear", "front", "peak", "interval")
-SHAPES_SETTINGS = {"size": "192x192", "steps": 20, "scale": 3.0, "wait": 300}
+SHAPES_SETTINGS = {"size": "192x192", "steps": 20, "scale": 2.5, "wait": 300}
 MODEL_SETTINGS = {"size": "1024x1024", "steps": 30, "scale": 1.5, "wait": 1800}
 
 

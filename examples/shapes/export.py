@@ -49,6 +49,10 @@ def export(vae: Path, ar: Path, dit: Path, output: Path) -> None:
     for name in ("vision_language_encoder", "text_encoder"):
         # the file's width is not the width to compute in: transformers would take it for that
         _say_fp32(output / name / "config.json")
+    config = output / "vae" / "config.json"
+    kept = json.loads(config.read_text())
+    del kept["_name_or_path"]  # the folder of the part
+    config.write_text(json.dumps(kept, indent=2) + "\n")
 
 
 def _say_fp32(config: Path) -> None:

@@ -26,7 +26,7 @@ from scenes import (
 )
 
 MAX_OBJECTS = 3  # one more than any caption asks for, so that a stray one shows
-MIN_AREA = 150  # pixels; the smallest object, a small cross, has 560
+MIN_AREA = 150  # pixels; the smallest object, a small star, has 690
 MIN_COLOR_SHARE = 0.7  # of an object's pixels
 MIN_OVERLAP = 0.72  # intersection over union with the shape's own outline
 MIN_LETTER_MATCH = 0.6  # correlation with the letter's cells

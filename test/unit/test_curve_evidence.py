@@ -14,7 +14,7 @@ BENCHMARK = Path(__file__).parents[2] / "benchmark"
 def benchmark_modules(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARK))
     yield
-    for name in ("curve_grid", "curve_metrics"):
+    for name in ("curve_grid", "curve_metrics", "curve_table"):
         sys.modules.pop(name, None)
 
 
@@ -86,3 +86,12 @@ def test_feature_space_is_fixed_and_tells_pictures_apart():
     assert chroma(gray).item() == 0
     assert chroma(red.clamp(0, 1)).item() == 1
     assert clipped(red).item() == pytest.approx(1 / 3)
+
+
+def test_a_setting_is_at_one_process_at_a_time(tmp_path):
+    from curve_table import locked
+
+    with locked(tmp_path / "setting.lock") as first, locked(tmp_path / "setting.lock") as second:
+        assert first and not second
+    with locked(tmp_path / "setting.lock") as again:
+        assert again

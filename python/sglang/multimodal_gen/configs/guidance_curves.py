@@ -154,7 +154,7 @@ _SHAPES = {
     "peak": _Shape("peak:A:B@C", f"{_N}:{_N}@{_N}", 2, _peak, ("0.67", "1.33", "0.25")),
     "interval": _Shape(
         # the minus sign of an exponent does not separate
-        "interval:S@LO-HI", rf"{_N}@{_N}(?<![eE])-{_N}", 1, _interval, ("1", "0", "0.6")
+        "interval:S@LO-HI", rf"{_N}@{_N}(?<![eE])-{_N}", 1, _interval, ("1", "0.1", "0.6")
     ),
     "points": _Shape("points:p=s,p=s,...", "", 0, _points),
 }
