@@ -3,6 +3,7 @@
 For faults alone; what an AR server really writes is tested with SGLang's own.
 """
 
+import contextlib
 import json
 import random
 import socket
@@ -14,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 CODEBOOK = 128  # of the tiny checkpoint
+GLM_IMAGE = "GlmImageForConditionalGeneration"
 
 
 class FaultyAR:
@@ -23,10 +25,13 @@ class FaultyAR:
         always: a fault of every request, when `faults` are used up.
         requests: bodies of the requests to /generate, in order.
         gone: how many clients went away before their answer.
+        architecture, model_path, weight_version: what it tells of its model.
     """
 
-    def __init__(self, port: int = 0, *, architecture: str = "GlmImageForConditionalGeneration"):
+    def __init__(self, port: int = 0, *, architecture: str = GLM_IMAGE):
         self.architecture = architecture
+        self.model_path = "/nowhere/ar"
+        self.weight_version = "default"
         self.faults: list[str] = []
         self.always: str | None = None
         self.honours_seeds = True
@@ -36,6 +41,7 @@ class FaultyAR:
         self.waiting = self.most_waiting = self.gone = 0
         self.seconds = 0.0
         self.lock = threading.Lock()
+        self.connections: set[socket.socket] = set()
         handler = type("Handler", (_Handler,), {"ar": self})
         ThreadingHTTPServer.request_queue_size = 128
         self._server = ThreadingHTTPServer(("127.0.0.1", port), handler)
@@ -50,6 +56,20 @@ class FaultyAR:
         self.faults, self.always, self.requests, self.sizes = [], None, [], []
         self.waiting = self.most_waiting = self.gone = 0
         self.seconds, self.healthy = 0.0, True
+        self.replace(GLM_IMAGE, "/nowhere/ar")
+
+    def replace(self, architecture: str = GLM_IMAGE, model_path: str = "/nowhere/ar") -> None:
+        """As if another process took its place, with another model where one is named."""
+        same = self.model == (model_path, "default") and self.architecture == architecture
+        self.architecture, self.model_path = architecture, model_path
+        self.weight_version = "default"
+        for connection in list(self.connections) if not same else ():
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    @property
+    def model(self) -> tuple[str, str]:
+        return self.model_path, self.weight_version
 
     def close(self) -> None:
         self._server.shutdown()
@@ -63,9 +83,9 @@ class FaultyAR:
         self.close()
 
     def ids(self, body: dict[str, Any]) -> list[int]:
-        """The right ids for a request: by its seed, or by chance where seeds are ignored."""
+        """The right ids for a request: by model and seed, or by chance where seeds are ignored."""
         seed = body["sampling_params"].get("sampling_seed")
-        draw = random.Random(seed if self.honours_seeds else None)
+        draw = random.Random(f"{self.model} {seed}" if self.honours_seeds else None)
         return [draw.randrange(CODEBOOK) for _ in range(body["sampling_params"]["max_new_tokens"])]
 
 
@@ -74,11 +94,26 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # head and body are written apart
 
+    def setup(self) -> None:
+        super().setup()
+        self.ar.connections.add(self.connection)
+
+    def finish(self) -> None:
+        self.ar.connections.discard(self.connection)
+        super().finish()
+
     def do_GET(self) -> None:
         if self.path == "/health":
             self.answer(200 if self.ar.healthy else 503, b"")
         else:
-            self.answer_json({"architectures": [self.ar.architecture], "model_type": "some_model"})
+            self.answer_json(
+                {
+                    "architectures": [self.ar.architecture],
+                    "model_type": "some_model",
+                    "model_path": self.ar.model_path,
+                    "weight_version": self.ar.weight_version,
+                }
+            )
 
     def do_POST(self) -> None:
         ar = self.ar
@@ -92,7 +127,8 @@ class _Handler(BaseHTTPRequestHandler):
             fault = ar.faults.pop(0) if ar.faults else ar.always
         try:
             time.sleep(ar.seconds)
-            good = {"output_ids": ar.ids(body), "meta_info": {"prompt_tokens": 9}}
+            meta = {"prompt_tokens": 9, "weight_version": ar.weight_version}
+            good = {"output_ids": ar.ids(body), "meta_info": meta}
             (FAULTS[fault] if fault else _Handler.answer_json)(self, good)
         except OSError:
             ar.gone += 1

@@ -161,6 +161,11 @@ REFUSED = [
         {},
         "a batching delay",
     ),
+    (
+        [*GUIDED, "--srt-encoder-url", "http://127.0.0.1:1", "--batching-max-size", "2"],
+        {},
+        "--batching-max-size: got 2, wanted 1 beside --srt-encoder-url",
+    ),
     ([*GUIDED, "--bucket-graphs", "some"], {}, "--bucket-graphs: invalid choice"),
     ([*GUIDED, "--bucket-graph-rows", "2", "0"], {}, "--bucket-graph-rows: got \\[2, 0\\]"),
     ([*GUIDED, "--bucket-graph-resolutions", "512"], {}, "wanted WIDTHxHEIGHT in pixels"),

@@ -23,6 +23,7 @@ from sglang.multimodal_gen.runtime.pipelines_core.stages.model_specific_stages.g
     cache,
     request,
     retry,
+    watch,
 )
 from sglang.multimodal_gen.runtime.pipelines_core.stages.model_specific_stages.glm_image_prior.retry import (  # noqa: E501
     AttemptFailure,
@@ -162,6 +163,7 @@ class Args:
     srt_encoder_url = "http://a:1/"
     srt_encoder_connect_timeout = 3.05
     srt_encoder_timeout = 100
+    batching_max_size = 1
 
 
 def test_settings_are_upstreams_and_ours():
@@ -191,6 +193,16 @@ def test_a_flag_without_an_ar_server_is_refused():
         make_prior_config(NoServer, {"srt_encoder_max_inflight": 3})
 
 
+def test_groups_are_refused():
+    """Upstream's dynamic batching: its requests would wait for each other, and fail together."""
+
+    class Merging(Args):
+        batching_max_size = 4
+
+    with pytest.raises(ValueError, match="--batching-max-size: got 4, wanted 1 beside --srt-"):
+        make_prior_config(Merging, {})
+
+
 # --- the client ----------------------------------------------------------------------------------
 
 
@@ -218,11 +230,14 @@ class Service:
     """A `PriorService` that takes plain requests."""
 
     def __init__(self, ar, processor, **changes):
+        config = settings(ar, **changes)
+        expected = glm_image_prior.Expected.of(processor, CODEBOOK)
         self.service = glm_image_prior.PriorService(
-            settings(ar, **changes),
+            config,
             processor=processor,
             codebook=CODEBOOK,
-            facts=glm_image_prior.ServerFacts(honours_seeds=True, context=1000),
+            facts=glm_image_prior.ServerFacts(honours_seeds=True, context=1000, model=ar.model),
+            check=lambda: glm_image_prior.check_server(config, expected),
         )
 
     def ask(self, prompt="a cat", seed=1, size=(32, 32)):
@@ -421,13 +436,15 @@ def test_start_waits_for_the_server(ar):
 def test_another_model_is_refused(processor):
     with FaultyAR(architecture="LlamaForCausalLM") as other:
         with pytest.raises(glm_image_prior.ARServerUnfit, match="some_model, not GLM-Image"):
-            glm_image_prior.check_server(settings(other), processor=processor, codebook=CODEBOOK)
+            glm_image_prior.build_service(
+                settings(other), processor=processor, codebook=CODEBOOK, server_metrics=None
+            )
 
 
 def test_a_larger_codebook_is_refused(ar, processor):
     ar.reset()
     with pytest.raises(glm_image_prior.ARServerUnfit, match="outside the codebook of 16"):
-        glm_image_prior.check_server(settings(ar), processor=processor, codebook=16)
+        glm_image_prior.check_server(settings(ar), glm_image_prior.Expected.of(processor, 16))
 
 
 @pytest.mark.parametrize("honours_seeds", [True, False])
@@ -436,13 +453,100 @@ def test_seeds_are_tried(ar, processor, honours_seeds):
     ar.honours_seeds = honours_seeds
     try:
         facts = glm_image_prior.check_server(
-            settings(ar), processor=processor, codebook=CODEBOOK
+            settings(ar), glm_image_prior.Expected.of(processor, CODEBOOK)
         )
-        assert facts == glm_image_prior.ServerFacts(honours_seeds=honours_seeds, context=None)
+        assert facts == glm_image_prior.ServerFacts(
+            honours_seeds=honours_seeds, context=None, model=ar.model
+        )
     finally:
         ar.honours_seeds = True
 
 
+# --- another server behind the same url ----------------------------------------------------------
+
+
+def codes(service, **request):
+    return service.ask(**request).result().token_ids_BL.tolist()
+
+
+def test_another_model_behind_the_url(service, ar):
+    """It answers with ids that could be right."""
+    wanted = codes(service)
+    ar.replace("LlamaForCausalLM")
+    asked = len(ar.requests)
+    for attempts in (1, 0):  # what is known to be another model is not asked
+        with pytest.raises(PriorError, match=f"{ar.url}: serves some_model, not GLM") as error:
+            service.ask(prompt="a dog").result()
+        assert error.value.status == 502
+        assert len(ar.requests) - asked == attempts
+        asked = len(ar.requests)
+    assert codes(service) == wanted  # of the right model, from the cache
+    ar.replace()
+    assert codes(service, prompt="a dog") == wanted  # the seed's
+
+
+def test_another_model_in_mid_request(service, ar):
+    ar.seconds = 0.3
+    future = service.ask()
+    while not ar.requests:
+        time.sleep(0.01)
+    ar.replace("LlamaForCausalLM")
+    with pytest.raises(PriorError, match="serves some_model, not GLM"):
+        future.result()
+
+
+def test_a_codebook_that_does_not_fit_any_more(service, ar):
+    codes(service)
+    ar.replace(model_path="/nowhere/larger")
+    ar.always = "id out of range"
+    ar.faults = ["slow"]
+    with pytest.raises(PriorError, match="failed a request of 16 tokens: id 128 is outside"):
+        service.ask(prompt="a dog").result()
+
+
+def test_the_cache_keeps_models_apart(service, ar, monkeypatch):
+    monkeypatch.setattr(watch, "_FRESH_S", 0.0)
+    first = codes(service)
+    ar.replace(model_path="/nowhere/other")
+    other = codes(service)
+    assert other != first
+    ar.weight_version = "2"  # updated in place: no connection tells
+    updated = codes(service)
+    assert updated not in (first, other)
+    ar.replace()
+    asked = len(ar.requests)
+    assert codes(service) == first
+    # the two that try the model that came back, and none of the request's own
+    assert len(ar.requests) - asked == 2
+
+
+def test_an_update_of_weights_is_told_by_the_answer(service, ar):
+    first = codes(service)
+    ar.weight_version = "2"
+    assert codes(service, prompt="a dog") != first  # the answer says so: the server is looked at
+    assert codes(service) != first
+
+
+def test_a_server_that_was_started_again_is_tried_again(processor):
+    with FaultyAR() as old:
+        with Service(old, processor) as service:
+            assert service.ask(seed=1).result().warning is None
+            old.replace("gone")
+            old.close()
+            future = service.ask(seed=2)
+            time.sleep(0.2)
+            with FaultyAR(old.port) as again:
+                again.honours_seeds = False
+                assert "ignores seeds" in future.result().warning
+
+
+def test_no_look_for_each_request(service, ar, monkeypatch):
+    codes(service)
+    looks = []
+    monkeypatch.setattr(watch, "model_info", lambda config: looks.append(config))
+    for seed in range(20):
+        codes(service, seed=seed)
+    assert not looks
 
 
 def test_a_password_is_not_shown():

@@ -27,11 +27,11 @@ def asked(glm):
     from transformers import AutoProcessor
 
     with FaultyAR() as ar:
-        service = glm_image_prior.PriorService(
+        service = glm_image_prior.build_service(
             PriorConfig(url=ar.url),
             processor=AutoProcessor.from_pretrained(glm / "processor"),
             codebook=CODEBOOK,
-            facts=glm_image_prior.ServerFacts(honours_seeds=True, context=None),
+            server_metrics=None,
         )
         yield service, ar
         service.close()

@@ -108,6 +108,11 @@ def make_prior_config(server_args: Any, given: dict[str, Any]) -> PriorConfig:
     """
     for name in given if server_args.srt_encoder_url is None else ():
         _check(False, NEW_ARGUMENTS[name][0], given[name], "--srt-encoder-url beside it")
+    if server_args.srt_encoder_url is not None and server_args.batching_max_size > 1:
+        raise ValueError(
+            f"--batching-max-size: got {server_args.batching_max_size}, wanted 1 beside "
+            "--srt-encoder-url: the AR server batches by itself, and a group would fail together"
+        )
     return PriorConfig(
         url=server_args.srt_encoder_url and server_args.srt_encoder_url.rstrip("/"),
         connect_timeout_s=server_args.srt_encoder_connect_timeout,

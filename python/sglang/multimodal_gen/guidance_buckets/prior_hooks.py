@@ -93,7 +93,7 @@ def watch_ar_server(app: Any, server_args: Any, *_args, **_kwargs) -> None:
         return
     from sglang.multimodal_gen.runtime.entrypoints.ar_health import add_health_route
 
-    add_health_route(app, config)
+    add_health_route(app, config, server_args.model_path)
 
 
 def _prior() -> Any:

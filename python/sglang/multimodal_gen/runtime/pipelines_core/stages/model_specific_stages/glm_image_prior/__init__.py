@@ -3,28 +3,47 @@
 
 `PriorService` asks for each request as it comes, without a barrier between requests: `request`
 makes what is sent, `client` sends it (`retry` decides about another attempt), `answer` checks what
-comes back, `cache` keeps it. `server_check` looks at the AR server before requests come.
+comes back, `cache` keeps it. `server_check` looks at the AR server before requests come, `watch`
+notices when it is another one.
 """
 
+from functools import partial
 from typing import Any
 
 from sglang.multimodal_gen.configs.glm_image_prior import PriorConfig, PriorError
 
 from .request import PriorRequest, check_size
-from .server_check import ARServerUnfit, ServerFacts, check_server, wait_for_server
+from .server_check import (
+    ARServerLost,
+    ARServerUnfit,
+    Expected,
+    ServerFacts,
+    check_architecture,
+    check_server,
+    model_info,
+    model_of,
+    wait_for_server,
+)
 from .service import Prior, PriorService, assign_prior
+from .watch import ServerLook
 
 __all__ = [
+    "ARServerLost",
     "ARServerUnfit",
+    "Expected",
     "Prior",
     "PriorError",
     "PriorRequest",
     "PriorService",
     "ServerFacts",
+    "ServerLook",
     "assign_prior",
     "build_service",
+    "check_architecture",
     "check_server",
     "check_size",
+    "model_info",
+    "model_of",
     "wait_for_server",
 ]
 
@@ -37,11 +56,12 @@ def build_service(
     Raises:
         ARServerUnfit: see `check_server`.
     """
-    facts = check_server(config, processor=processor, codebook=codebook)
+    check = partial(check_server, config, Expected.of(processor, codebook))
     return PriorService(
         config,
         processor=processor,
         codebook=codebook,
-        facts=facts,
+        facts=check(),
+        check=check,
         server_metrics=server_metrics,
     )

@@ -32,11 +32,16 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True)
 class PriorTokens:
-    """Of one image: codes a row after the other, those of its source images, and the usage."""
+    """Of one image: codes a row after the other, those of its source images, and the usage.
+
+    Attributes:
+        weight_version: of the model that wrote them, where the server told it.
+    """
 
     codes: tuple[int, ...]
     source_codes: tuple[tuple[int, ...], ...]
     usage: dict[str, int]
+    weight_version: str | None
 
 
 def read_answer(body: bytes, wanted: Wanted) -> PriorTokens:
@@ -68,6 +73,7 @@ def read_answer(body: bytes, wanted: Wanted) -> PriorTokens:
         codes=tuple(codes[wanted.skipped : needed]),
         source_codes=_source_codes(meta, wanted),
         usage=_usage(meta),
+        weight_version=meta.get("weight_version"),
     )
 
 

@@ -16,6 +16,7 @@ from sglang.multimodal_gen.runtime.utils.logging_utils import init_logger
 
 from .metrics import PriorMetrics
 from .retry import AttemptFailure, Kind, delay_s, kind_of_status
+from .watch import ServerWatch
 
 logger = init_logger(__name__)
 
@@ -31,9 +32,10 @@ class ARClient:
     At most `max_inflight` requests are at the server; the rest wait in the order that they came.
     """
 
-    def __init__(self, config: PriorConfig, metrics: PriorMetrics):
+    def __init__(self, config: PriorConfig, metrics: PriorMetrics, watch: ServerWatch):
         self._config = config
         self._metrics = metrics
+        self._watch = watch
         self._slots = asyncio.Semaphore(config.max_inflight)
         self._session: aiohttp.ClientSession | None = None  # made on the loop
         self._loop = asyncio.new_event_loop()
@@ -129,20 +131,14 @@ class ARClient:
 
     async def _attempt(self, body: bytes, read: Callable[[bytes], Answer]) -> Answer:
         config = self._config
+        await self._watch.before_request()
         if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
-                timeout=aiohttp.ClientTimeout(
-                    total=None,
-                    sock_connect=config.connect_timeout_s,
-                    sock_read=config.read_timeout_s,
-                ),
-                headers={"Content-Type": "application/json"},
-            )
+            self._session = self._open_session()
         try:
             async with self._session.post(config.url + "/generate", data=body) as response:
                 answer = await response.read()
         except aiohttp.ConnectionTimeoutError:
+            self._watch.lost()
             raise AttemptFailure(
                 Kind.CONNECT_TIMEOUT, f"no connection within {config.connect_timeout_s:g} s"
             ) from None
@@ -153,15 +149,35 @@ class ARClient:
         except aiohttp.ClientPayloadError:
             raise AttemptFailure(Kind.TRUNCATED, "the answer ends half-way") from None
         except aiohttp.ClientConnectionError as error:
+            if isinstance(error, aiohttp.ClientConnectorError):  # nobody listens
+                self._watch.lost()
             raise AttemptFailure(Kind.UNREACHABLE, _describe(error)) from None
         except aiohttp.ClientError as error:
             raise AttemptFailure(Kind.WRONG, _describe(error)) from None
+        await self._watch.confirm()
         if response.status != 200:
             text = answer[:200].decode(errors="replace").strip()
             raise AttemptFailure(
                 kind_of_status(response.status), f"answered {response.status}: {text}"
             )
         return read(answer)
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        trace = aiohttp.TraceConfig()
+        trace.on_connection_create_end.append(self._connected)
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
+            timeout=aiohttp.ClientTimeout(
+                total=None,
+                sock_connect=self._config.connect_timeout_s,
+                sock_read=self._config.read_timeout_s,
+            ),
+            headers={"Content-Type": "application/json"},
+            trace_configs=[trace],
+        )
+
+    async def _connected(self, *_args: Any) -> None:
+        self._watch.connected()
 
 
 def _describe(error: Exception) -> str:

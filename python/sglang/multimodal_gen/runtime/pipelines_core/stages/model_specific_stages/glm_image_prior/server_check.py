@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked of the AR server before requests come: is it up, is it the right model, does it
-honour seeds. Blocking, for start-up alone.
+"""What is asked of the AR server before requests come, and when it may be another one: is it up, is
+it the right model, does it honour seeds. Blocking.
 """
 
 import time
@@ -39,14 +39,64 @@ class ServerFacts:
     Attributes:
         honours_seeds: whether it gives the same tokens for the same seed.
         context: most tokens of a prompt and its picture; None where that cannot be known.
+        model: path and version of the weights, as the server names them.
     """
 
     honours_seeds: bool
     context: int | None
+    model: tuple[str | None, str | None]
+
+    @property
+    def weight_version(self) -> str | None:
+        return self.model[1]
 
 
 class ARServerUnfit(RuntimeError):
-    """The AR server is not there, or serves something else; the message says what."""
+    """The AR server serves something else; the message says what.
+
+    Attributes:
+        cause: the message without the server's name.
+    """
+
+    def __init__(self, config: PriorConfig, cause: str):
+        super().__init__(f"AR server {config.shown_url} {cause}")
+        self.cause = cause
+
+
+class ARServerLost(ARServerUnfit):
+    """The AR server is not there, or went away while it was looked at."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """What an AR server has to be for a checkpoint.
+
+    Attributes:
+        codebook: how many codes the DiT knows.
+        image_token_id, image_start_token_id: of the checkpoint's tokenizer.
+        probe: the body of a request for `_PROBE_TOKENS` ids.
+    """
+
+    codebook: int
+    image_token_id: int
+    image_start_token_id: int
+    probe: bytes
+
+    @classmethod
+    def of(cls, processor: Any, codebook: int) -> "Expected":
+        """
+        Args:
+            processor: GLM-Image's, as transformers loads it.
+        """
+        request = PriorRequest(prompt="a", height=32, width=32, seeds=(_PROBE_SEED,), sources=())
+        prepared = prepare(request, processor, codebook)
+        prepared.payload["sampling_params"]["max_new_tokens"] = _PROBE_TOKENS
+        return cls(
+            codebook=codebook,
+            image_token_id=processor.image_token_id,
+            image_start_token_id=processor.tokenizer.convert_tokens_to_ids(processor.bos_token),
+            probe=prepared.body(_PROBE_SEED),
+        )
 
 
 def wait_for_server(config: PriorConfig, *, tells: bool = True) -> None:
@@ -56,7 +106,7 @@ def wait_for_server(config: PriorConfig, *, tells: bool = True) -> None:
         tells: log the progress, on one rank of several.
 
     Raises:
-        ARServerUnfit: after `start_timeout_s`.
+        ARServerLost: after `start_timeout_s`.
     """
     start = time.monotonic()
     told = start
@@ -68,9 +118,10 @@ def wait_for_server(config: PriorConfig, *, tells: bool = True) -> None:
                 logger.info("AR server %s is up (waited %.1f s)", config.shown_url, waited)
             return
         if waited >= config.start_timeout_s:
-            raise ARServerUnfit(
-                f"AR server {config.shown_url} is not up after {config.start_timeout_s:g} s "
-                f"(--srt-encoder-start-timeout): {cause}"
+            raise ARServerLost(
+                config,
+                f"is not up after {config.start_timeout_s:g} s "
+                f"(--srt-encoder-start-timeout): {cause}",
             )
         if tells and (waited < _POLL_S or time.monotonic() - told >= _PROGRESS_S):
             told = time.monotonic()
@@ -95,7 +146,7 @@ def _unhealthy(config: PriorConfig) -> str | None:
     return None if status == 200 else f"answered {status}"
 
 
-def check_server(config: PriorConfig, *, processor: Any, codebook: int) -> ServerFacts:
+def check_server(config: PriorConfig, expected: Expected) -> ServerFacts:
     """Look at the AR server, which must be up.
 
     Its codebook and image token ids are compared where its model's config can be read from here.
@@ -103,38 +154,61 @@ def check_server(config: PriorConfig, *, processor: Any, codebook: int) -> Serve
 
     Raises:
         ARServerUnfit: for another model, or one whose codes the DiT does not know.
+        ARServerLost: where it goes away meanwhile.
     """
-    info = _model_info(config)
-    if ARCHITECTURE not in (info.get("architectures") or ()):
-        raise _unfit(
-            config, f"serves {info.get('model_type') or info.get('model_path')}, not GLM-Image's AR"
-        )
-    context = _check_config(config, str(info.get("model_path")), processor, codebook)
-    honours_seeds = len({_probe(config, processor, codebook) for _ in range(2)}) == 1
+    info = model_info(config)
+    check_architecture(config, info)
+    context = _check_config(config, str(info.get("model_path")), expected)
+    honours_seeds = len({_probe(config, expected) for _ in range(2)}) == 1
     if not honours_seeds:
         logger.warning("%s: %s", config.shown_url, UNSEEDED_WARNING)
-    return ServerFacts(honours_seeds=honours_seeds, context=_told_context(config) or context)
+    return ServerFacts(
+        honours_seeds=honours_seeds,
+        context=_told_context(config) or context,
+        model=model_of(info),
+    )
 
 
-def _model_info(config: PriorConfig) -> dict[str, Any]:
+def check_architecture(config: PriorConfig, info: dict[str, Any]) -> None:
+    """
+    Raises:
+        ARServerUnfit: where `info` is of another kind of model.
+    """
+    if ARCHITECTURE not in (info.get("architectures") or ()):
+        served = info.get("model_type") or info.get("model_path")
+        raise ARServerUnfit(config, f"serves {served}, not GLM-Image's AR")
+
+
+def model_of(info: dict[str, Any]) -> tuple[str | None, str | None]:
+    """What tells one model from another, see `ServerFacts`."""
+    return info.get("model_path"), info.get("weight_version")
+
+
+def model_info(config: PriorConfig) -> dict[str, Any]:
+    """What the AR server tells about its model.
+
+    Raises:
+        ARServerLost: where it does not answer.
+        ARServerUnfit: where its answer cannot be read.
+    """
     # /model_info is the newer name; sglang-router passes on this one alone
+    response = _answered(
+        config,
+        "does not tell its model",
+        requests.get,
+        "/get_model_info",
+        timeout=(config.connect_timeout_s, config.read_timeout_s),
+    )
     try:
-        response = requests.get(
-            config.url + "/get_model_info",
-            timeout=(config.connect_timeout_s, config.read_timeout_s),
-        )
-        response.raise_for_status()
         info = response.json()
-    except (requests.RequestException, ValueError) as error:
-        raise _unfit(config, f"does not tell its model: {error}") from None
+    except ValueError as error:
+        raise ARServerUnfit(config, f"does not tell its model: {error}") from None
     if not isinstance(info, dict):
-        raise _unfit(config, f"does not tell its model: {info!r}")
+        raise ARServerUnfit(config, f"does not tell its model: {info!r}")
     return info
 
 
-def _check_config(
-    config: PriorConfig, path: str, processor: Any, codebook: int
-) -> int | None:
+def _check_config(config: PriorConfig, path: str, expected: Expected) -> int | None:
     """The model's own limit of tokens."""
     try:
         model, _ = PretrainedConfig.get_config_dict(path)
@@ -143,18 +217,13 @@ def _check_config(
             "The config of %s, which %s serves, cannot be read from here", path, config.shown_url
         )
         return None
-    tokenizer = processor.tokenizer
     for name, told, wanted in (
-        ("codebook", model["vq_config"]["num_embeddings"], codebook),
-        ("image_token_id", model["image_token_id"], processor.image_token_id),
-        (
-            "image_start_token_id",
-            model["image_start_token_id"],
-            tokenizer.convert_tokens_to_ids(processor.bos_token),
-        ),
+        ("codebook", model["vq_config"]["num_embeddings"], expected.codebook),
+        ("image_token_id", model["image_token_id"], expected.image_token_id),
+        ("image_start_token_id", model["image_start_token_id"], expected.image_start_token_id),
     ):
         if told != wanted:
-            raise _unfit(config, f"has {name} {told}, this checkpoint has {wanted}")
+            raise ARServerUnfit(config, f"has {name} {told}, this checkpoint has {wanted}")
     return model["text_config"].get("max_position_embeddings")
 
 
@@ -168,24 +237,36 @@ def _told_context(config: PriorConfig) -> int | None:
         return None
 
 
-def _probe(config: PriorConfig, processor: Any, codebook: int) -> tuple[int, ...]:
+def _probe(config: PriorConfig, expected: Expected) -> tuple[int, ...]:
     """The first ids of a small picture."""
-    request = PriorRequest(prompt="a", height=32, width=32, seeds=(_PROBE_SEED,), sources=())
-    prepared = prepare(request, processor, codebook)
-    prepared.payload["sampling_params"]["max_new_tokens"] = _PROBE_TOKENS
+    failed = f"failed a request of {_PROBE_TOKENS} tokens"
+    response = _answered(
+        config,
+        failed,
+        requests.post,
+        "/generate",
+        data=expected.probe,
+        headers={"Content-Type": "application/json"},
+        timeout=(config.connect_timeout_s, config.start_timeout_s),
+    )
+    wanted = Wanted(
+        skipped=0, tokens=_PROBE_TOKENS, source_tokens=(), codebook=expected.codebook
+    )
     try:
-        response = requests.post(
-            config.url + "/generate",
-            data=prepared.body(_PROBE_SEED),
-            headers={"Content-Type": "application/json"},
-            timeout=(config.connect_timeout_s, config.start_timeout_s),
-        )
-        response.raise_for_status()
-        wanted = Wanted(skipped=0, tokens=_PROBE_TOKENS, source_tokens=(), codebook=codebook)
         return read_answer(response.content, wanted).codes
-    except (requests.RequestException, AttemptFailure) as error:
-        raise _unfit(config, f"failed a request of {_PROBE_TOKENS} tokens: {error}") from None
+    except AttemptFailure as error:
+        raise ARServerUnfit(config, f"{failed}: {error}") from None
 
 
-def _unfit(config: PriorConfig, cause: str) -> ARServerUnfit:
-    return ARServerUnfit(f"AR server {config.shown_url} {cause}")
+def _answered(
+    config: PriorConfig, failed: str, ask: Any, path: str, **options: Any
+) -> requests.Response:
+    try:
+        response = ask(config.url + path, **options)
+    except requests.RequestException as error:
+        raise ARServerLost(config, f"{failed}: {error}") from None
+    if response.status_code in (502, 503, 504):
+        raise ARServerLost(config, f"{failed}: answered {response.status_code}")
+    if response.status_code != 200:
+        raise ARServerUnfit(config, f"{failed}: answered {response.status_code}")
+    return response

@@ -4,6 +4,7 @@
 import asyncio
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from .client import ARClient
 from .metrics import PriorMetrics
 from .request import Prepared, PriorRequest, prepare
 from .server_check import UNSEEDED_WARNING, ServerFacts
+from .watch import ServerLook, ServerWatch
 
 _MAX_EARLY = 4096  # futures of requests that nobody came for
 
@@ -61,6 +63,7 @@ class PriorService:
         processor: Any,
         codebook: int,
         facts: ServerFacts,
+        check: Callable[[], ServerFacts],
         server_metrics: Any | None = None,
     ):
         """
@@ -68,14 +71,14 @@ class PriorService:
             processor: GLM-Image's, as transformers loads it.
             codebook: how many codes the DiT knows.
             facts: what the AR server told at start.
+            check: what it tells now; blocking, raises `ARServerUnfit`.
             server_metrics: upstream's `DiffusionMetrics`, or None.
         """
         self._processor = processor
         self._codebook = codebook
-        self._context = facts.context
-        self._warning = None if facts.honours_seeds else UNSEEDED_WARNING
         self._metrics = PriorMetrics(server_metrics)
-        self._client = ARClient(config, self._metrics)
+        self._watch = ServerWatch(ServerLook(config, check, facts.model), facts)
+        self._client = ARClient(config, self._metrics, self._watch)
         self._cache: BoundedCache[PriorTokens] = BoundedCache(config.cache_size)
         self._counts_cache = config.cache_size > 0
         # the tokenizer is not for two threads at a time, and one keeps the order
@@ -113,7 +116,12 @@ class PriorService:
         start = time.monotonic()
         loop = asyncio.get_running_loop()
         prepared = await loop.run_in_executor(
-            self._builder, prepare, request, self._processor, self._codebook, self._context
+            self._builder,
+            prepare,
+            request,
+            self._processor,
+            self._codebook,
+            self._watch.facts.context,
         )
         tasks = [asyncio.create_task(self._tokens(prepared, seed)) for seed in request.seeds]
         try:
@@ -121,20 +129,22 @@ class PriorService:
         finally:
             for task in tasks:  # of one that failed, or of nobody's any more
                 task.cancel()
-        return assemble(prepared, tokens, time.monotonic() - start, self._warning)
+        warning = None if self._watch.facts.honours_seeds else UNSEEDED_WARNING
+        return assemble(prepared, tokens, time.monotonic() - start, warning)
 
     async def _tokens(self, prepared: Prepared, seed: int | None) -> PriorTokens:
-        key = (prepared.key, seed)
-        if seed is not None and self._counts_cache:
-            known = self._cache.get(key)
+        caches = seed is not None and self._counts_cache
+        if caches:
+            await self._watch.refresh()
+            known = self._cache.get((self._watch.facts.model, prepared.key, seed))
             self._metrics.cached(known is not None)
             if known is not None:
                 return known
         tokens = await self._client.generate(
             lambda: prepared.body(seed), lambda body: read_answer(body, prepared.wanted)
         )
-        if seed is not None:
-            self._cache.put(key, tokens)
+        if caches and await self._watch.wrote(tokens.weight_version):
+            self._cache.put((self._watch.facts.model, prepared.key, seed), tokens)
         return tokens
 
 
