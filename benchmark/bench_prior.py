@@ -6,22 +6,26 @@ One AR server serves all sides. Rounds alternate between them; every request has
 never asked for before, so no cache helps. "AR alone" sends the requests to the AR server and nobody
 denoises; "DiT alone" asks this project's server for the same requests again, whose tokens it has.
 Upstream merges waiting requests of one size into one AR call (--batching-max-size 8).
+
+With --pin the AR server has the first core, and the diffusion servers and the client the second, as
+if they were two devices; not for the comparison of denoisers, which share both.
 """
 
 import argparse
 import http.client
 import itertools
 import json
+import os
 import statistics
 import time
 import urllib.parse
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 from common import markdown_table, print_section
 
-CODEBOOK = 2**14
 PARTS = ("client", "overlap", "trickle", "at-once", "one-process", "denoisers")
 _seeds = itertools.count(1000)
 
@@ -31,36 +35,11 @@ def main() -> None:
     from harness.server import Server, ar_command
     from harness.topology import Topology
 
-    flags = ["--dit-precision", args.precision, "--vae-precision", args.precision]
-    ours = ["--guidance-buckets", "8", *flags]
-    ar = Server(args.model, command=ar_command(args.model) + args.ar_flags)
-    url = ("--srt-encoder-url", ar.url)
+    with on_core(0 if args.pin else None):
+        ar = Server(args.model, command=ar_command(args.model) + args.ar_flags)
     try:
-        merged = ("--batching-mode", "dynamic", "--batching-max-size", "8")
-        servers = {
-            "upstream": Server(args.model, *url, *merged, *flags, upstream=True, waits=False),
-            "this project": Server(args.model, *url, *ours, waits=False),
-        }
-        if "one-process" in args.only:
-            servers["in one process"] = Server(args.model, *ours, waits=False)
-        try:
-            for server in servers.values():
-                server.wait()
-                for size in args.sizes:
-                    server.generate(**body(size, args))
-            parts = {
-                "client": lambda: client_time(ar, args),
-                "overlap": lambda: overlap(ar, servers, args),
-                "trickle": lambda: trickle(servers, args),
-                "at-once": lambda: at_once(servers, args),
-                "one-process": lambda: one_process(servers, args),
-            }
-            for name, measure in parts.items():
-                if name in args.only:
-                    measure()
-        finally:
-            for server in servers.values():
-                server.close()
+        with on_core(1 if args.pin else None):
+            on_one_server(ar, args)
         if "denoisers" in args.only:
             with (
                 Topology(args.model, ar.url, 1, "--guidance-buckets", "8") as one,
@@ -69,6 +48,51 @@ def main() -> None:
                 denoisers({"one denoiser": one.head, "two denoisers": two.head}, args)
     finally:
         ar.close()
+
+
+@contextmanager
+def on_core(core: int | None):
+    """This process, and those that it starts meanwhile."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, before if core is None else {core})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def on_one_server(ar, args) -> None:
+    """What does not need a head."""
+    from harness.server import Server
+
+    flags = ["--dit-precision", args.precision, "--vae-precision", args.precision]
+    ours = ["--guidance-buckets", "8", *flags]
+    url = ("--srt-encoder-url", ar.url)
+    merged = ("--batching-mode", "dynamic", "--batching-max-size", "8")
+    servers = {
+        "upstream": Server(args.model, *url, *merged, *flags, upstream=True, waits=False),
+        "this project": Server(args.model, *url, *ours, waits=False),
+    }
+    if "one-process" in args.only:
+        servers["in one process"] = Server(args.model, *ours, waits=False)
+    try:
+        for server in servers.values():
+            server.wait()
+            for size in args.sizes:
+                server.generate(**body(size, args))
+        parts = {
+            "client": lambda: client_time(ar, args),
+            "overlap": lambda: overlap(ar, servers, args),
+            "trickle": lambda: trickle(ar, servers, args),
+            "at-once": lambda: at_once(servers, args),
+            "one-process": lambda: one_process(servers, args),
+        }
+        for name, measure in parts.items():
+            if name in args.only:
+                measure()
+    finally:
+        for server in servers.values():
+            server.close()
 
 
 def body(size: int, args, seed: int | None = None) -> dict:
@@ -114,11 +138,13 @@ class ARClientAlone:
         self.package = glm_image_prior
         self.url = url
         self.processor = AutoProcessor.from_pretrained(model / "processor")
-        self.service = glm_image_prior.PriorService(
+        transformer = json.loads((model / "transformer" / "config.json").read_text())
+        self.codebook = transformer["prior_vq_quantizer_codebook_size"]
+        self.service = glm_image_prior.build_service(
             PriorConfig(url=url, cache_size=0),
             processor=self.processor,
-            codebook=CODEBOOK,
-            facts=glm_image_prior.ServerFacts(honours_seeds=True, context=None),
+            codebook=self.codebook,
+            server_metrics=None,
         )
 
     def request(self, asked: dict):
@@ -135,7 +161,7 @@ class ARClientAlone:
         self.service.ask(self.request(asked)).result()
 
     def http_body(self, asked: dict) -> bytes:
-        prepared = self.package.request.prepare(self.request(asked), self.processor, CODEBOOK)
+        prepared = self.package.request.prepare(self.request(asked), self.processor, self.codebook)
         return prepared.body(asked["seed"])
 
 
@@ -184,9 +210,7 @@ def ms(seconds: list[float]) -> str:
 def overlap(ar, servers: dict, args) -> None:
     """Eight requests of three sizes, staggered over one AR time."""
     client = ARClientAlone(ar.url, args.model)
-    ar_time = statistics.median(
-        send(client.ask, [body(args.sizes[1], args)], 0)[-1] for _ in range(3)
-    )
+    ar_time = one_ar_time(client, args)
     gap = ar_time / 7
     walls: dict[str, list[float]] = {}
     for _ in range(args.rounds):
@@ -217,32 +241,38 @@ def overlap(ar, servers: dict, args) -> None:
     )
 
 
-def trickle(servers: dict, args) -> None:
+def one_ar_time(client: ARClientAlone, args) -> float:
+    """Of a request that the AR server has to itself."""
+    asked = [body(size, args) for size in args.sizes for _ in range(2)]
+    return statistics.median(send(client.ask, [one], 0)[-1] for one in asked)
+
+
+def trickle(ar, servers: dict, args) -> None:
     """One request a quarter of an AR time."""
-
-
-    def ask_ours(asked: dict) -> None:
-        servers["this project"].generate(**asked)
-
-    single = statistics.median(
-        send(ask_ours, [body(args.sizes[1], args)], 0)[-1] for _ in range(3)
-    )
+    client = ARClientAlone(ar.url, args.model)
+    gap = one_ar_time(client, args) / 4
+    client.service.close()
     means: dict[str, list[float]] = {}
     for _ in range(args.rounds):
         for name in ("upstream", "this project"):
             times = send(
-                lambda asked: servers[name].generate(**asked), mixed(8, args), single / 4
+                lambda asked: servers[name].generate(**asked), mixed(8, args), gap
             )
             means.setdefault(name, []).append(statistics.mean(times[:-1]))
     base = statistics.median(means["upstream"])
     rows = [
-        [name, f"{statistics.median(times):.2f}", f"{statistics.median(times) / base:.2f}"]
+        [
+            name,
+            f"{statistics.median(times):.2f}",
+            f"{min(times):.2f}-{max(times):.2f}",
+            f"{statistics.median(times) / base:.2f}",
+        ]
         for name, times in means.items()
     ]
     print_section(
-        f"8 requests of {len(args.sizes)} sizes, one every {single / 4:.2f} s, "
+        f"8 requests of {len(args.sizes)} sizes, one every {gap:.2f} s, "
         f"{args.rounds} rounds",
-        markdown_table(["", "mean latency s", "of upstream"], rows),
+        markdown_table(["", "mean latency s", "min-max", "of upstream"], rows),
     )
 
 
@@ -305,6 +335,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--many-steps", type=int, default=60, help="of the denoisers' comparison")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--client-requests", type=int, default=20, help="to the real AR server")
+    parser.add_argument("--pin", action="store_true", help="one core for each side")
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--ar-flags", nargs=argparse.REMAINDER, default=[])
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)

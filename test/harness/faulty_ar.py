@@ -15,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 CODEBOOK = 128  # of the tiny checkpoint
+PROBE_TOKENS = 16
 GLM_IMAGE = "GlmImageForConditionalGeneration"
 
 
@@ -23,6 +24,7 @@ class FaultyAR:
 
     Attributes:
         always: a fault of every request, when `faults` are used up.
+        probe_fault: a fault of the short requests that try it out, which count nowhere else.
         requests: bodies of the requests to /generate, in order.
         gone: how many clients went away before their answer.
         architecture, model_path, weight_version: what it tells of its model.
@@ -34,6 +36,7 @@ class FaultyAR:
         self.weight_version = "default"
         self.faults: list[str] = []
         self.always: str | None = None
+        self.probe_fault: str | None = None
         self.honours_seeds = True
         self.healthy = True
         self.requests: list[dict[str, Any]] = []
@@ -55,7 +58,7 @@ class FaultyAR:
         """Forget what was asked and how to fail."""
         self.faults, self.always, self.requests, self.sizes = [], None, [], []
         self.waiting = self.most_waiting = self.gone = 0
-        self.seconds, self.healthy = 0.0, True
+        self.seconds, self.healthy, self.probe_fault = 0.0, True, None
         self.replace(GLM_IMAGE, "/nowhere/ar")
 
     def replace(self, architecture: str = GLM_IMAGE, model_path: str = "/nowhere/ar") -> None:
@@ -63,7 +66,12 @@ class FaultyAR:
         same = self.model == (model_path, "default") and self.architecture == architecture
         self.architecture, self.model_path = architecture, model_path
         self.weight_version = "default"
-        for connection in list(self.connections) if not same else ():
+        if not same:
+            self.hang_up()
+
+    def hang_up(self) -> None:
+        """Close every connection, as the end of a process does."""
+        for connection in list(self.connections):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
@@ -119,6 +127,10 @@ class _Handler(BaseHTTPRequestHandler):
         ar = self.ar
         size = int(self.headers["Content-Length"])
         body = json.loads(self.rfile.read(size))
+        if body["sampling_params"]["max_new_tokens"] == PROBE_TOKENS:
+            fault = FAULTS[ar.probe_fault] if ar.probe_fault else _Handler.answer_json
+            fault(self, {"output_ids": ar.ids(body), "meta_info": {}})
+            return
         with ar.lock:
             ar.requests.append(body)
             ar.sizes.append(size)

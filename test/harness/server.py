@@ -37,9 +37,11 @@ def serve_command(model: Path, *flags: str) -> list[str]:
     ]
 
 
-def ar_command(model: Path, *flags: str) -> list[str]:
-    """GLM-Image's AR half over SRT, on a CPU, honouring seeds."""
-    (port,) = free_ports(1)
+def ar_command(
+    model: Path, *flags: str, port: int | None = None, honours_seeds: bool = True
+) -> list[str]:
+    """GLM-Image's AR half over SRT, on a CPU."""
+    port = port or free_ports(1)[0]
     sglang = str(Path(sys.executable).parent / "sglang")
     return [
         *(sglang, "serve", "--model-path", str(model / "vision_language_encoder")),
@@ -49,7 +51,8 @@ def ar_command(model: Path, *flags: str) -> list[str]:
         *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
         *("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"),
         *("--image-processor-backend", "pil", "--max-total-tokens", "65536"),
-        *("--max-running-requests", "8", "--enable-deterministic-inference", *flags),
+        *("--max-running-requests", "8", *flags),
+        *(("--enable-deterministic-inference",) if honours_seeds else ()),
     ]
 
 
@@ -81,7 +84,8 @@ class Server:
         self._dir = tempfile.TemporaryDirectory(prefix="server-")
         self.log = Path(self._dir.name) / "log"
         self._command = command or serve_command(model, "--output-path", self._dir.name, *flags)
-        self.url = f"http://127.0.0.1:{self._command[self._command.index('--port') + 1]}"
+        self.port = int(self._command[self._command.index("--port") + 1])
+        self.url = f"http://127.0.0.1:{self.port}"
         self._log_file = self.log.open("w")
         self._environment = test_environment(UPSTREAM_ONLY if upstream else {}, env or {})
         self.start()

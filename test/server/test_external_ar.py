@@ -14,6 +14,7 @@ from harness.server import (
     FP32_FLAGS,
     HTTPFailure,
     Server,
+    ar_command,
     pixels,
     pngs,
     source_image,
@@ -222,3 +223,23 @@ def test_a_killed_ar_server_comes_back(server, ar_server):
     ar_server.wait()
     assert wait_for_health(server, "ok") == {"status": "ok"}
     server.generate(prompt="after")
+
+
+def test_a_plain_upstream_ar_server_in_its_place(glm, server, ar_server):
+    """Text-to-image goes on, without seeds; image-to-image says what it needs."""
+    ar_server.kill()
+    command = ar_command(glm, port=ar_server.port, honours_seeds=False)
+    with Server(glm, command=command, upstream=True):
+        assert wait_for_health(server, "ok") == {"status": "ok"}
+        answer = server.generate(prompt="plain", seed=41)
+        assert pixels(pngs(answer)[0]).shape == (64, 64, 3)
+        assert "the AR server ignores seeds" in answer["warnings"][0]
+        with pytest.raises(HTTPFailure) as failure:
+            server.edit([source_image(64, shade=9)], size="64x64")
+        assert failure.value.status == 502
+        assert "needs an AR server with sglang-guidance-buckets installed" in failure.value.body
+        server.generate(prompt="plain", seed=42)
+    ar_server.start()
+    ar_server.wait()
+    assert wait_for_health(server, "ok") == {"status": "ok"}
+    assert "warnings" not in server.generate(prompt="seeded again", seed=43)

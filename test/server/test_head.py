@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from harness.batching import disconnect_after
 from harness.server import FP32_FLAGS, HTTPFailure, Server, pixels, pngs, source_image
 from harness.topology import Topology
 
@@ -90,6 +91,16 @@ def test_one_fault_is_one_requests(topology):
         others = [pool.submit(topology.head.generate, prompt=f"other {i}") for i in range(2)]
     assert large.exception().status == 400
     assert all(len(other.result()["data"]) == 1 for other in others)
+
+
+@pytest.mark.parametrize("where", ["head", "alone"])
+def test_an_abandoned_request_leaves_the_ar_server(topology, alone, where):
+    server = topology.head if where == "head" else alone
+    disconnect_after(server, dict(prompt="nobody waits", size="1024x1024"), 1.0)
+    deadline = time.monotonic() + 2  # its tokens take longer
+    while "aborted: its client is gone" not in server.log.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def test_a_killed_denoiser_hands_its_request_on(topology):

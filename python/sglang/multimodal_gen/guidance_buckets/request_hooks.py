@@ -15,7 +15,6 @@ _form_fields: ContextVar[dict[str, Any]] = ContextVar("guidance_form_fields", de
 
 # the HTTP request that this task serves
 _raw_request: ContextVar[Any] = ContextVar("guidance_raw_request", default=None)
-_DISCONNECT_POLL_S = 0.05
 
 
 # --- OpenAI API ---------------------------------------------------------------------------------
@@ -82,16 +81,28 @@ async def abort_when_disconnected(original, scheduler_client: Any, batch: Any, *
     if request is None or not (getattr(server_args, "max_running_samples", 0) or head):
         return await original(scheduler_client, batch, **kwargs)
     work = asyncio.ensure_future(original(scheduler_client, batch, **kwargs))
-    while not work.done():
-        await asyncio.wait({work}, timeout=_DISCONNECT_POLL_S)
-        if not work.done() and await request.is_disconnected():
-            from sglang.multimodal_gen.runtime.guidance.abort import AbortReq
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        gone.cancel()
+    if not work.done():
+        from sglang.multimodal_gen.runtime.guidance.abort import AbortReq
 
-            # to every replica: which one took the request is the client's secret
-            for endpoint in scheduler_client.server_args.scheduler_endpoints:
-                await scheduler_client._forward_one(endpoint, AbortReq(batch.request_id), None)
-            break
+        # to every replica: which one took the request is the client's secret
+        for endpoint in scheduler_client.server_args.scheduler_endpoints:
+            await scheduler_client._forward_one(endpoint, AbortReq(batch.request_id), None)
     return await work
+
+
+async def _disconnected(request: Any) -> None:
+    """Returns when the client of a request whose body was read is gone.
+
+    `Request.is_disconnected` stays False below an http middleware, which every server has: it
+    cancels its own question there before the answer is out.
+    """
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 # --- every way in -------------------------------------------------------------------------------

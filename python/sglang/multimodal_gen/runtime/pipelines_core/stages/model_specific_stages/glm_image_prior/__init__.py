@@ -61,7 +61,7 @@ def build_service(
         config,
         processor=processor,
         codebook=codebook,
-        facts=check(),
+        facts=check(timeout_s=config.start_timeout_s),  # the first request may take long
         check=check,
         server_metrics=server_metrics,
     )

@@ -146,11 +146,16 @@ def _unhealthy(config: PriorConfig) -> str | None:
     return None if status == 200 else f"answered {status}"
 
 
-def check_server(config: PriorConfig, expected: Expected) -> ServerFacts:
+def check_server(
+    config: PriorConfig, expected: Expected, *, timeout_s: float | None = None
+) -> ServerFacts:
     """Look at the AR server, which must be up.
 
     Its codebook and image token ids are compared where its model's config can be read from here.
     Anyway it has to answer a short request with ids of the DiT's codebook.
+
+    Args:
+        timeout_s: for that answer, where it is not `config.read_timeout_s`.
 
     Raises:
         ARServerUnfit: for another model, or one whose codes the DiT does not know.
@@ -159,7 +164,8 @@ def check_server(config: PriorConfig, expected: Expected) -> ServerFacts:
     info = model_info(config)
     check_architecture(config, info)
     context = _check_config(config, str(info.get("model_path")), expected)
-    honours_seeds = len({_probe(config, expected) for _ in range(2)}) == 1
+    timeout_s = timeout_s or config.read_timeout_s
+    honours_seeds = len({_probe(config, expected, timeout_s) for _ in range(2)}) == 1
     if not honours_seeds:
         logger.warning("%s: %s", config.shown_url, UNSEEDED_WARNING)
     return ServerFacts(
@@ -237,7 +243,7 @@ def _told_context(config: PriorConfig) -> int | None:
         return None
 
 
-def _probe(config: PriorConfig, expected: Expected) -> tuple[int, ...]:
+def _probe(config: PriorConfig, expected: Expected, timeout_s: float) -> tuple[int, ...]:
     """The first ids of a small picture."""
     failed = f"failed a request of {_PROBE_TOKENS} tokens"
     response = _answered(
@@ -247,7 +253,7 @@ def _probe(config: PriorConfig, expected: Expected) -> tuple[int, ...]:
         "/generate",
         data=expected.probe,
         headers={"Content-Type": "application/json"},
-        timeout=(config.connect_timeout_s, config.start_timeout_s),
+        timeout=(config.connect_timeout_s, timeout_s),
     )
     wanted = Wanted(
         skipped=0, tokens=_PROBE_TOKENS, source_tokens=(), codebook=expected.codebook

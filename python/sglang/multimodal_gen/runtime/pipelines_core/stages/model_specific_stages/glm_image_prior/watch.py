@@ -10,7 +10,6 @@ then too.
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any
 
 from sglang.multimodal_gen.configs.glm_image_prior import PriorConfig
 from sglang.multimodal_gen.runtime.utils.logging_utils import init_logger
@@ -28,6 +27,7 @@ from .server_check import (
 logger = init_logger(__name__)
 
 _LOOK_EVERY_S = 5.0  # while requests come
+_RESTART_S = 5.0  # no server is started again and has loaded its model sooner
 _FRESH_S = 1.0  # no need to look again before tokens of the cache are used
 
 
@@ -48,7 +48,7 @@ class ServerLook:
         self._config = config
         self._check = check
         self._model = model
-        self._unfit: tuple[dict[str, Any], ARServerUnfit] | None = None
+        self._unfit = False
 
     def again(self, *, anew: bool = False) -> ServerFacts | None:
         """What the server told, or None where it serves what it served before.
@@ -57,26 +57,24 @@ class ServerLook:
             anew: it was started again, so its flags may be others.
 
         Raises:
-            ARServerUnfit: once more where the same server was found unfit before.
+            ARServerUnfit: see `check`.
         """
         info = model_info(self._config)
-        if not anew and self._unfit is not None and self._unfit[0] == info:
-            raise self._unfit[1]
         try:
             check_architecture(self._config, info)
-            if not anew and self._unfit is None and self._model == model_of(info):
+            if not anew and not self._unfit and self._model == model_of(info):
                 return None
             facts = self._check()
         except ARServerLost:
             raise
         except ARServerUnfit as error:
-            if self._unfit is None:
+            if not self._unfit:
                 logger.error("%s", error)
-            self._unfit = info, error
+            self._unfit = True
             raise
-        if self._unfit is not None or self._model != facts.model:
+        if self._unfit or self._model != facts.model:
             logger.warning("AR server %s serves %s", self._config.shown_url, facts.model)
-        self._unfit, self._model = None, facts.model
+        self._unfit, self._model = False, facts.model
         return facts
 
 
@@ -91,15 +89,17 @@ class ServerWatch:
         self.facts = facts
         self._look = look
         self._unfit: str | None = None
-        self._anew = False  # nobody took connections since the last look
+        self._anew = False  # it may have been started again since the last look
         self._opened = 0  # connections
         self._covered = 0  # of those, opened before the last look
-        self._looked_at = time.monotonic()
+        self._looked_at = self._heard_at = time.monotonic()
         self._looking: asyncio.Task | None = None
 
     def connected(self) -> None:
         """A connection was opened."""
         self._opened += 1
+        if time.monotonic() - self._heard_at > _RESTART_S:
+            self.lost()
         self._begin()
 
     def lost(self) -> None:
@@ -127,6 +127,7 @@ class ServerWatch:
         while self._covered < opened:
             await self._looked()
         self._raise_if_unfit()
+        self._heard_at = time.monotonic()
 
     async def wrote(self, weight_version: str | None) -> bool:
         """Whether the model that `facts` name wrote an answer that told this version, or none."""
