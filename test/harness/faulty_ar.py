@@ -59,7 +59,8 @@ class FaultyAR:
         self.faults, self.always, self.requests, self.sizes = [], None, [], []
         self.waiting = self.most_waiting = self.gone = 0
         self.seconds, self.healthy, self.probe_fault = 0.0, True, None
-        self.replace(GLM_IMAGE, "/nowhere/ar")
+        self.honours_seeds = True
+        self.replace()
 
     def replace(self, architecture: str = GLM_IMAGE, model_path: str = "/nowhere/ar") -> None:
         """As if another process took its place, with another model where one is named."""

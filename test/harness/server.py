@@ -22,6 +22,14 @@ from PIL import Image
 from harness.processes import UPSTREAM_ONLY, free_ports, stop, tail, test_environment
 
 FP32_FLAGS = ("--dit-precision", "fp32", "--vae-precision", "fp32")
+AR_CPU_FLAGS = (
+    *("--device", "cpu", "--dtype", "float32", "--skip-server-warmup"),
+    "--sleep-on-idle",  # or it spins a core
+    *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+    *("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"),
+    *("--image-processor-backend", "pil", "--max-total-tokens", "65536"),
+    *("--max-running-requests", "8"),
+)
 START_SECONDS = 240
 
 
@@ -46,14 +54,28 @@ def ar_command(
     return [
         *(sglang, "serve", "--model-path", str(model / "vision_language_encoder")),
         *("--tokenizer-path", str(model / "processor"), "--enable-multimodal"),
-        *("--port", str(port), "--device", "cpu", "--dtype", "float32", "--skip-server-warmup"),
-        "--sleep-on-idle",  # or it spins a core
-        *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
-        *("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"),
-        *("--image-processor-backend", "pil", "--max-total-tokens", "65536"),
-        *("--max-running-requests", "8", *flags),
+        *("--port", str(port), *AR_CPU_FLAGS, *flags),
         *(("--enable-deterministic-inference",) if honours_seeds else ()),
     ]
+
+
+def start_script(name: str, model: Path, **settings: str) -> dict[str, Any]:
+    """How `Server` starts one of examples/glm_image, on a CPU. Keywords of `Server`."""
+    # the scripts count up from their port by themselves
+    port = free_ports(1)[0]
+    script = Path(__file__).parents[2] / "examples" / "glm_image" / name
+    return {
+        "command": ["bash", str(script)],
+        "port": port,
+        "env": {
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "MODEL": str(model),
+            "PORT": str(port),
+            "AR_FLAGS": " ".join(AR_CPU_FLAGS),
+            "DIFFUSION_FLAGS": " ".join((*FP32_FLAGS, "--sleep-on-idle", "--warmup-mode", "off")),
+            **settings,
+        },
+    }
 
 
 class HTTPFailure(Exception):
@@ -72,6 +94,7 @@ class Server:
         *flags: str,
         upstream: bool = False,
         command: list[str] | None = None,
+        port: int | None = None,
         env: Mapping[str, str] | None = None,
         waits: bool = True,
     ):
@@ -79,12 +102,13 @@ class Server:
         Args:
             upstream: with the plugin off (a CPU host keeps the two missing ops).
             command: instead of `serve_command`.
+            port: of a command that does not name it.
             waits: until it answers; or call `wait` later, with others starting beside it.
         """
         self._dir = tempfile.TemporaryDirectory(prefix="server-")
         self.log = Path(self._dir.name) / "log"
         self._command = command or serve_command(model, "--output-path", self._dir.name, *flags)
-        self.port = int(self._command[self._command.index("--port") + 1])
+        self.port = port or int(self._command[self._command.index("--port") + 1])
         self.url = f"http://127.0.0.1:{self.port}"
         self._log_file = self.log.open("w")
         self._environment = test_environment(UPSTREAM_ONLY if upstream else {}, env or {})

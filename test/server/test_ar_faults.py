@@ -13,7 +13,6 @@ from harness.server import FP32_FLAGS, HTTPFailure, Server, pngs, wait_for_healt
 @pytest.fixture(scope="module")
 def ar():
     with FaultyAR() as started:
-        started.honours_seeds = False  # at start, when the server looks
         yield started
 
 
@@ -25,7 +24,6 @@ def server(glm, ar):
         *("--srt-encoder-total-timeout", "4"),
     )
     with Server(glm, *flags, *FP32_FLAGS) as started:
-        ar.honours_seeds = True
         yield started
 
 
@@ -102,7 +100,9 @@ def test_health_is_degraded_while_the_ar_server_is_dead(server, ar):
     assert wait_for_health(server, "ok") == {"status": "ok"}
 
 
-def test_a_seed_that_is_not_honoured_is_said(server):
+def test_a_seed_that_is_not_honoured_is_said(server, ar):
+    ar.honours_seeds = False
+    ar.replace(model_path="/nowhere/unseeded")
     assert "warnings" not in server.generate(prompt="no seed", seed=None)
     (warning,) = server.generate(prompt="a seed", seed=3)["warnings"]
     assert "the AR server ignores seeds" in warning

@@ -18,6 +18,7 @@ from harness.server import (
     pixels,
     pngs,
     source_image,
+    start_script,
     wait_for_health,
 )
 from sglang.multimodal_gen.configs.glm_image_prior import PriorConfig
@@ -47,7 +48,7 @@ def servers(glm, ar_server, kept, tmp_path_factory):
     probe = probe_environment(PROBE_KEEP_PRIOR=str(kept))
     with (
         Server(glm, *flags, *FP32_FLAGS, waits=False) as beside,
-        Server(glm, "--guidance-buckets", "8", *FP32_FLAGS, env=probe, waits=False) as within,
+        Server(glm, **start_script("one_process.sh", glm, **probe), waits=False) as within,
     ):
         beside.trace = trace
         beside.wait()
@@ -204,42 +205,49 @@ def test_a_source_image_that_cannot_be_taken(server, image, cause):
     assert cause in failure.value.body
 
 
-def test_a_killed_ar_server_comes_back(server, ar_server):
-    """In mid-request: each request is answered once, later ones succeed, health tells."""
-    wanted = pngs(server.generate(prompt="before", seed=5, size="128x128"))
-    with ThreadPoolExecutor(5) as pool:
+def test_an_ar_server_and_a_diffusion_server_of_two_ranks(server, glm):
+    """As examples/glm_image/ar_server.sh starts them."""
+    settings = dict(AR_TP="2", DIT_SP="2", SGLANG_CPU_OMP_THREADS_BIND="0|1")
+    requests = [dict(prompt=f"ranks {i}", size=size, seed=i) for i, size in enumerate(THREE_SIZES)]
+    wanted = [server.generate(**request) for request in requests]
+    wanted.append(server.edit([source_image(96, 64)], seed=3))
+    with Server(glm, **start_script("ar_server.sh", glm, **settings)) as sharded:
+        got = [sharded.generate(**request) for request in requests]
+        got.append(sharded.edit([source_image(96, 64)], seed=3))
+    for ours, theirs in zip(got, wanted):
+        assert np.abs(pixels(pngs(ours)[0]) - pixels(pngs(theirs)[0])).max() <= 1
+
+
+def test_a_killed_ar_server_a_plain_one_in_its_place_and_the_first_again(glm, server, ar_server):
+    """Each request in flight is answered once, health tells. Upstream's own AR server goes on with
+    text-to-image, without seeds, and image-to-image says what it needs.
+    """
+    request = dict(prompt="before", seed=5, size="128x128")
+    wanted = pngs(server.generate(**request))
+    command = ar_command(glm, port=ar_server.port, honours_seeds=False)
+    with ThreadPoolExecutor(4) as pool:
         futures = [
             pool.submit(server.generate, prompt=f"kill {i}", seed=i, size="128x128")
             for i in range(4)
         ]
-        futures.append(pool.submit(server.generate, prompt="before ", seed=5, size="128x128"))
         time.sleep(0.3)
         ar_server.kill()
         wait_for_health(server, "degraded")
-        ar_server.start()
-        answers = [future.result() for future in futures]
-    assert all(len(answer["data"]) == 1 for answer in answers)
-    assert len(wanted) == 1
-    ar_server.wait()
-    assert wait_for_health(server, "ok") == {"status": "ok"}
-    server.generate(prompt="after")
-
-
-def test_a_plain_upstream_ar_server_in_its_place(glm, server, ar_server):
-    """Text-to-image goes on, without seeds; image-to-image says what it needs."""
-    ar_server.kill()
-    command = ar_command(glm, port=ar_server.port, honours_seeds=False)
-    with Server(glm, command=command, upstream=True):
-        assert wait_for_health(server, "ok") == {"status": "ok"}
-        answer = server.generate(prompt="plain", seed=41)
-        assert pixels(pngs(answer)[0]).shape == (64, 64, 3)
-        assert "the AR server ignores seeds" in answer["warnings"][0]
-        with pytest.raises(HTTPFailure) as failure:
-            server.edit([source_image(64, shade=9)], size="64x64")
-        assert failure.value.status == 502
-        assert "needs an AR server with sglang-guidance-buckets installed" in failure.value.body
-        server.generate(prompt="plain", seed=42)
+        plain = Server(glm, command=command, upstream=True, waits=False)
+        try:
+            assert all(len(future.result()["data"]) == 1 for future in futures)
+            assert wait_for_health(server, "ok") == {"status": "ok"}
+            (warning,) = server.generate(prompt="plain", seed=41)["warnings"]
+            assert "the AR server ignores seeds" in warning
+            with pytest.raises(HTTPFailure) as failure:
+                server.edit([source_image(64, shade=9)], size="64x64")
+            assert failure.value.status == 502
+            assert "needs an AR server with sglang-guidance-buckets installed" in failure.value.body
+        finally:
+            plain.close()
     ar_server.start()
     ar_server.wait()
     assert wait_for_health(server, "ok") == {"status": "ok"}
-    assert "warnings" not in server.generate(prompt="seeded again", seed=43)
+    answer = server.generate(**request)
+    assert "warnings" not in answer
+    assert pngs(answer) == wanted  # its tokens were pushed out of the cache

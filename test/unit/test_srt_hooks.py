@@ -5,7 +5,7 @@ import struct
 import pytest
 import torch
 
-from sglang.multimodal_gen.guidance_buckets.srt_hooks import murmur_hash32_cpu
+from sglang.multimodal_gen.guidance_buckets.srt_hooks import keep_to_gloo, murmur_hash32_cpu
 
 SEEDS = [0, 1, 42, 2**31 - 1, 2**40 + 7, -1]
 POSITIONS = [0, 3, 17, 255, 100_000, 2**31 - 1]
@@ -42,6 +42,14 @@ def test_hash():
         for seed, position in zip(SEEDS, POSITIONS)
     ]
     assert got.tolist() == wanted
+
+
+@pytest.mark.parametrize(("backend", "use_pynccl"), [("gloo", False), ("nccl", True)])
+def test_groups_of_a_cpu_host_open_no_nccl(backend, use_pynccl):
+    def given(group_ranks, local_rank, backend, use_pynccl):
+        return use_pynccl
+
+    assert keep_to_gloo(given, [[0, 1]], 0, backend, use_pynccl=True) is use_pynccl
 
 
 @pytest.mark.gpu

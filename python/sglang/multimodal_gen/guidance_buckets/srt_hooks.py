@@ -4,7 +4,8 @@
 Everywhere it gives back the tokens of source images. On a CPU host it honours seeds too: SRT
 honours ``sampling_seed`` only under ``--enable-deterministic-inference``, whose kernels and hash
 have CUDA builds alone in the published wheel. Eager CPU matmuls of one thread are the same alone
-or batched, so what is missing is the hash; the kernels are not needed.
+or batched, so what is missing is the hash; the kernels are not needed. And it runs on several
+ranks.
 """
 
 import torch
@@ -31,6 +32,13 @@ def skip_batch_invariant_kernels(original, *args, **kwargs):
     except RuntimeError:  # no accelerator
         return None
     return original(*args, **kwargs)
+
+
+def keep_to_gloo(original, group_ranks, local_rank, backend, **kwargs):
+    """AROUND init_model_parallel_group, which opens NCCL for every group of several ranks."""
+    if backend == "gloo":
+        kwargs["use_pynccl"] = False
+    return original(group_ranks, local_rank, backend, **kwargs)
 
 
 def hash_on_cpu(original, seed, positions, col_indices):

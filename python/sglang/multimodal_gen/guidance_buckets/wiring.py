@@ -318,6 +318,13 @@ SRT_CPU_HOOKS = (
         ("seed", "positions", "col_indices"),
         "the same: the hash that seeded sampling draws from",
     ),
+    Hook(
+        "sglang.srt.distributed.parallel_state.init_model_parallel_group",
+        "around",
+        "srt_hooks:keep_to_gloo",
+        ("group_ranks", "local_rank", "backend", "use_pynccl"),
+        "tensor parallel on a CPU host: gloo without NCCL beside it",
+    ),
 )
 
 

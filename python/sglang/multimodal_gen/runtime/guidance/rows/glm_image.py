@@ -6,11 +6,13 @@ from contextlib import contextmanager
 
 import torch
 
+from sglang.multimodal_gen.runtime.distributed.parallel_state import get_sp_world_size
 from sglang.multimodal_gen.runtime.guidance.rows.base import (
     BranchKwargs,
     PackedRows,
     RowAdapter,
 )
+from sglang.multimodal_gen.runtime.guidance.rows.glm_image_sources import attend_to_whole_sources
 
 
 class GlmImageRowAdapter(RowAdapter):
@@ -30,6 +32,8 @@ class GlmImageRowAdapter(RowAdapter):
         super().__init__(dit)
         self._key_mask_BS: torch.Tensor | None = None
         for block in dit.transformer_blocks:
+            if get_sp_world_size() > 1:
+                attend_to_whole_sources(block.attn1)
             self._mask_attention(block.attn1.attn)
 
     def refusal(self, groups: Sequence[BranchKwargs]) -> str | None:

@@ -20,7 +20,7 @@ from .retry import AttemptFailure
 logger = init_logger(__name__)
 
 _POLL_S = 1.0
-_HEALTH_S = 10.0  # SRT sleeps for a second before it answers
+_HEALTH_S = 10.0  # SRT sleeps for a second before it answers, and may be busy
 _PROGRESS_S = 5.0
 _PROBE_TOKENS = 16  # equal by chance once in many requests, if seeds are ignored
 _PROBE_SEED = 7
@@ -203,7 +203,7 @@ def model_info(config: PriorConfig) -> dict[str, Any]:
         "does not tell its model",
         requests.get,
         "/get_model_info",
-        timeout=(config.connect_timeout_s, config.read_timeout_s),
+        timeout=(config.connect_timeout_s, min(config.read_timeout_s, _HEALTH_S)),
     )
     try:
         info = response.json()

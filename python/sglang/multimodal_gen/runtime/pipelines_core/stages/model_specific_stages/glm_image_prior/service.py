@@ -136,7 +136,7 @@ class PriorService:
         caches = seed is not None and self._counts_cache
         if caches:
             await self._watch.refresh()
-            known = self._cache.get((self._watch.facts.model, prepared.key, seed))
+            known = self._cache.get((self._watch.facts, prepared.key, seed))
             self._metrics.cached(known is not None)
             if known is not None:
                 return known
@@ -144,7 +144,7 @@ class PriorService:
             lambda: prepared.body(seed), lambda body: read_answer(body, prepared.wanted)
         )
         if caches and await self._watch.wrote(tokens.weight_version):
-            self._cache.put((self._watch.facts.model, prepared.key, seed), tokens)
+            self._cache.put((self._watch.facts, prepared.key, seed), tokens)
         return tokens
 
 
