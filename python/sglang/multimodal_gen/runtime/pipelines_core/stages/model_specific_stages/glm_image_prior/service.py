@@ -136,7 +136,7 @@ class PriorService:
         caches = seed is not None and self._counts_cache
         if caches:
             await self._watch.refresh()
-            known = self._cache.get((self._watch.facts, prepared.key, seed))
+            known = self._cache.get(self._key(prepared, seed))
             self._metrics.cached(known is not None)
             if known is not None:
                 return known
@@ -144,8 +144,12 @@ class PriorService:
             lambda: prepared.body(seed), lambda body: read_answer(body, prepared.wanted)
         )
         if caches and await self._watch.wrote(tokens.weight_version):
-            self._cache.put((self._watch.facts, prepared.key, seed), tokens)
+            self._cache.put(self._key(prepared, seed), tokens)
         return tokens
+
+    def _key(self, prepared: Prepared, seed: int) -> tuple:
+        facts = self._watch.facts
+        return facts.model, facts.honours_seeds, prepared.key, seed
 
 
 async def _all(futures: list[Future]) -> list[Prior]:

@@ -137,8 +137,12 @@ class ServerWatch:
         return weight_version == self.facts.weight_version
 
     async def refresh(self) -> None:
-        """Look unless that was done just now; a server that is away changes nothing."""
-        if not self._anew and time.monotonic() - self._looked_at > _FRESH_S:
+        """Look unless that was done just now; for a server that is away nobody waits."""
+        if time.monotonic() - self._looked_at < _FRESH_S:
+            return
+        if self._anew:
+            self._begin()
+        else:
             await self._looked_if_there()
 
     async def _looked_if_there(self) -> None:
