@@ -553,6 +553,13 @@ def test_a_restart_that_nobody_saw(service, ar, monkeypatch):
     assert len(ar.requests) == asked + 1
 
 
+def test_a_look_that_fails_is_made_again(service, ar):
+    """As through a router, one of whose servers has just died."""
+    ar.silent_looks = 2
+    codes(service)
+    assert len(ar.requests) == 1
+
+
 def test_no_look_for_each_request(service, ar, monkeypatch):
     codes(service)
     looks = []

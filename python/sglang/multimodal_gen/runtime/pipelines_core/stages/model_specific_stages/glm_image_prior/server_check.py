@@ -271,7 +271,7 @@ def _answered(
         response = ask(config.url + path, **options)
     except requests.RequestException as error:
         raise ARServerLost(config, f"{failed}: {error}") from None
-    if response.status_code in (502, 503, 504):
+    if response.status_code >= 500:  # a router says 500 for a server that has just died
         raise ARServerLost(config, f"{failed}: answered {response.status_code}")
     if response.status_code != 200:
         raise ARServerUnfit(config, f"{failed}: answered {response.status_code}")

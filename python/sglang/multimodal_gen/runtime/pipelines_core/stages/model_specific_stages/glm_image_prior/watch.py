@@ -27,6 +27,7 @@ from .server_check import (
 logger = init_logger(__name__)
 
 _LOOK_EVERY_S = 5.0  # while requests come
+_LOOKS, _LOOK_AGAIN_S = 3, 0.3  # before an answer that cannot be confirmed is asked for again
 _RESTART_S = 5.0  # no server is started again and has loaded its model sooner
 _FRESH_S = 1.0  # no need to look again before tokens of the cache are used
 
@@ -124,8 +125,15 @@ class ServerWatch:
             AttemptFailure: for an answer of another model.
         """
         opened = self._opened
+        failed = 0
         while self._covered < opened:
-            await self._looked()
+            try:
+                await self._looked()
+            except AttemptFailure:
+                failed += 1
+                if failed == _LOOKS:
+                    raise
+                await asyncio.sleep(_LOOK_AGAIN_S)
         self._raise_if_unfit()
         self._heard_at = time.monotonic()
 
