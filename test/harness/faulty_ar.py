@@ -24,7 +24,7 @@ class FaultyAR:
 
     Attributes:
         always: a fault of every request, when `faults` are used up.
-        silent_looks: how many questions for its model it answers with 500.
+        failing_looks: how many questions for its model it answers with 500.
         probe_fault: a fault of the short requests that try it out, which count nowhere else.
         requests: bodies of the requests to /generate, in order.
         gone: how many clients went away before their answer.
@@ -38,7 +38,7 @@ class FaultyAR:
         self.faults: list[str] = []
         self.always: str | None = None
         self.probe_fault: str | None = None
-        self.silent_looks = 0
+        self.failing_looks = 0
         self.honours_seeds = True
         self.healthy = True
         self.requests: list[dict[str, Any]] = []
@@ -116,8 +116,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path == "/health":
             self.answer(200 if self.ar.healthy else 503, b"")
-        elif self.ar.silent_looks > 0:
-            self.ar.silent_looks -= 1
+        elif self.ar.failing_looks > 0:
+            self.ar.failing_looks -= 1
             self.answer(500, b"")
         else:
             self.answer_json(

@@ -555,7 +555,7 @@ def test_a_restart_that_nobody_saw(service, ar, monkeypatch):
 
 def test_a_look_that_fails_is_made_again(service, ar):
     """As through a router, one of whose servers has just died."""
-    ar.silent_looks = 2
+    ar.failing_looks = 2
     codes(service)
     assert len(ar.requests) == 1
 
