@@ -5,6 +5,7 @@ import pytest
 
 from harness.engine import FP32, Engine, Failed
 from harness.processes import probe_environment
+from harness.server import source_image
 
 QUOTED = 'a sign that says "open"'
 SPOILED_SCALE = 6.5
@@ -42,6 +43,15 @@ def test_same_picture_as_on_one_rank(ranks, glm_packed, name):
     wanted = glm_packed.generate(**REQUESTS[name])
     assert np.abs(got.images.astype(int) - wanted.images).max() <= 1
     assert got.guidance == wanted.guidance
+
+
+def test_image_to_image(ranks, glm_packed, tmp_path):
+    """Under sequence parallelism, upstream counts a source image once a rank."""
+    path = tmp_path / "source.png"
+    path.write_bytes(source_image())
+    request = dict(guidance_curve="front:3:1@0.5", image_path=[str(path)])
+    wanted = glm_packed.generate(**request).images.astype(int)
+    assert np.abs(ranks.generate(**request).images - wanted).max() <= 1
 
 
 @pytest.mark.parametrize("rows", ["packed", "split"])
