@@ -205,19 +205,6 @@ def test_a_source_image_that_cannot_be_taken(server, image, cause):
     assert cause in failure.value.body
 
 
-def test_an_ar_server_and_a_diffusion_server_of_two_ranks(server, glm):
-    """As examples/glm_image/ar_server.sh starts them."""
-    settings = dict(AR_TP="2", DIT_SP="2", SGLANG_CPU_OMP_THREADS_BIND="0|1")
-    requests = [dict(prompt=f"ranks {i}", size=size, seed=i) for i, size in enumerate(THREE_SIZES)]
-    wanted = [server.generate(**request) for request in requests]
-    wanted.append(server.edit([source_image(96, 64)], seed=3))
-    with Server(glm, **start_script("ar_server.sh", glm, **settings)) as sharded:
-        got = [sharded.generate(**request) for request in requests]
-        got.append(sharded.edit([source_image(96, 64)], seed=3))
-    for ours, theirs in zip(got, wanted):
-        assert np.abs(pixels(pngs(ours)[0]) - pixels(pngs(theirs)[0])).max() <= 1
-
-
 def test_a_killed_ar_server_a_plain_one_in_its_place_and_the_first_again(glm, server, ar_server):
     """Each request in flight is answered once, health tells. Upstream's own AR server goes on with
     text-to-image, without seeds, and image-to-image says what it needs.
