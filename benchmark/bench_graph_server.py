@@ -10,7 +10,6 @@ prior tokens are drawn at random and the AR model does not run.
 """
 
 import argparse
-import re
 import statistics
 import tempfile
 import time
@@ -26,6 +25,7 @@ IN_FLIGHT = 8
 
 def main() -> None:
     args = parse_args()
+    from harness.graphs import graph_metric
     from harness.processes import probe_environment
     from harness.server import Server
 
@@ -42,10 +42,12 @@ def main() -> None:
     ) as server:
         ready = time.monotonic() - start
         bodies = make_bodies(sizes, args)
-        rows = [["ready after, s", f"{ready:.1f}"], ["graphs then", len(metric(server, "bytes"))]]
+        captured = len(graph_metric(server, "bytes"))
+        rows = [["ready after, s", f"{ready:.1f}"], ["graphs then", captured]]
         rows += firsts(server, bodies[0])
         rows += many(server, bodies, args.requests)
-        replays, misses = (sum(metric(server, name).values()) for name in ("replays", "misses"))
+        replays = sum(graph_metric(server, "replays").values())
+        misses = sum(graph_metric(server, "misses").values())
         rows.append(["steps replayed", f"{replays:.0f} of {replays + misses:.0f}"])
         print_section(f"{' and '.join(sizes)}", markdown_table(["", ""], rows))
 
@@ -98,13 +100,6 @@ def many(server, bodies: list[dict], count: int) -> list[list]:
         [f"device memory, MB, before and after each {count // 5} requests"]
         + [", ".join(f"{value:.0f}" for value in seen)]
     ]
-
-
-def metric(server, name: str) -> dict[str, float]:
-    """By bucket or reason."""
-    pattern = rf'^sglang:diffusion_bucket_graph_{name}{{.*?(?:bucket|reason)="([^"]*)".*}} (\S+)$'
-    found = re.findall(pattern, server.get("/metrics"), re.M)
-    return {label: float(value) for label, value in found}
 
 
 def parse_args() -> argparse.Namespace:

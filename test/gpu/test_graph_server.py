@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from harness.graphs import graph_metric
 from harness.server import FP32_FLAGS, Server, pixels, pngs
 
 pytestmark = pytest.mark.gpu
@@ -31,16 +32,6 @@ def server(glm):
         yield started
 
 
-def metric(server, name: str) -> dict[str, float]:
-    """By bucket or reason."""
-    found = re.findall(
-        rf'^sglang:diffusion_bucket_graph_{name}{{.*?(?:bucket|reason)="([^"]*)".*}} (\S+)$',
-        server.get("/metrics"),
-        re.M,
-    )
-    return {label: float(value) for label, value in found}
-
-
 def lazy_captures(server) -> int:
     return len(re.findall(r"Bucket graph .* captured in", server.log.read_text()))
 
@@ -61,8 +52,8 @@ def requests(count: int, sizes=SIZES, steps: int = 4) -> list[dict]:
 def test_ready_means_captured(server):
     """No request was sent yet."""
     # 2 resolutions x (text 1, text up to 32) x 4 row buckets
-    assert len(metric(server, "capture_seconds")) == 16
-    assert not sum(metric(server, "replays").values())
+    assert len(graph_metric(server, "capture_seconds")) == 16
+    assert not sum(graph_metric(server, "replays").values())
     assert "16 bucket graphs, " in server.log.read_text()
 
 
@@ -76,34 +67,34 @@ def test_pictures_equal_those_without_graphs(server, glm):
         assert one["guidance"] == other["guidance"]
         difference = np.abs(pixels(pngs(one)[0]) - pixels(pngs(other)[0]))
         assert difference.max() <= 2 and difference.mean() < 0.1
-    assert sum(metric(server, "replays").values()) > 0
+    assert sum(graph_metric(server, "replays").values()) > 0
 
 
 def test_text_longer_than_every_bucket(server):
-    before = metric(server, "misses").get("text length", 0)
+    before = graph_metric(server, "misses").get("text length", 0)
     server.generate(prompt=f'a sign that says "{"word " * 12}"', size=SIZES[0])
-    assert metric(server, "misses")["text length"] == before + 6
+    assert graph_metric(server, "misses")["text length"] == before + 6
 
 
 def test_another_size_runs_eagerly_and_is_captured_when_idle(server):
     """Captures wait until nothing waits; what they make then replays."""
     bodies = requests(16, sizes=["192x320"], steps=8)
-    assert not metric(server, "misses").get("not captured")
+    assert not graph_metric(server, "misses").get("not captured")
     captures = lazy_captures(server)
     with ThreadPoolExecutor(len(bodies)) as pool:
         answers = [pool.submit(server.generate, **body) for body in bodies]
         assert all(answer.result()["data"] for answer in answers)
-    misses = metric(server, "misses")["not captured"]
+    misses = graph_metric(server, "misses")["not captured"]
     assert misses >= 8
     deadline = time.monotonic() + IDLE_CAPTURE_SECONDS
     while lazy_captures(server) == captures:
         assert time.monotonic() < deadline
         time.sleep(0.5)
     time.sleep(5)  # others
-    replays = sum(metric(server, "replays").values())
+    replays = sum(graph_metric(server, "replays").values())
     for answer in (server.generate(**body) for body in bodies[:4]):
         assert answer["data"]
-    assert sum(metric(server, "replays").values()) > replays
+    assert sum(graph_metric(server, "replays").values()) > replays
 
 
 def test_nothing_is_captured_while_a_request_waits(server):
@@ -131,4 +122,4 @@ def test_memory_after_500_requests(server):
         before = used()
         list(pool.map(send, bodies[100:]))
     assert used() - before <= 64 * MB
-    assert sum(metric(server, "replays").values()) > 500
+    assert sum(graph_metric(server, "replays").values()) > 500

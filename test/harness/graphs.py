@@ -1,5 +1,6 @@
-"""What tests do with bucket graphs: random steps, and the same steps eagerly."""
+"""What tests do with bucket graphs: random steps, the same steps eagerly, a server's counts."""
 
+import re
 from contextlib import contextmanager
 
 import torch
@@ -117,3 +118,10 @@ def forward_replaced(graphs, forward):
         yield
     finally:
         graphs.forward = own
+
+
+def graph_metric(server, name: str) -> dict[str, float]:
+    """``sglang:diffusion_bucket_graph_{name}`` of a server's ``/metrics``, by bucket or reason."""
+    pattern = rf'^sglang:diffusion_bucket_graph_{name}{{.*?(?:bucket|reason)="([^"]*)".*}} (\S+)$'
+    found = re.findall(pattern, server.get("/metrics"), re.M)
+    return {label: float(value) for label, value in found}

@@ -1,0 +1,382 @@
+"""The AR client against a server that fails on purpose, or turns into another one."""
+
+import time
+
+import pytest
+
+from harness.faulty_ar import CODEBOOK, FaultyAR
+from sglang.multimodal_gen.configs.glm_image_prior import (
+    PriorConfig,
+    PriorError,
+)
+from sglang.multimodal_gen.runtime.pipelines_core.stages.model_specific_stages import (
+    glm_image_prior,
+)
+from sglang.multimodal_gen.runtime.pipelines_core.stages.model_specific_stages.glm_image_prior import (  # noqa: E501
+    watch,
+)
+
+# --- the client ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def processor(glm):
+    from transformers import AutoProcessor
+
+    return AutoProcessor.from_pretrained(glm / "processor")
+
+
+@pytest.fixture(scope="module")
+def ar():
+    with FaultyAR() as server:
+        yield server
+
+
+def settings(ar, **changes):
+    return PriorConfig(
+        url=ar.url,
+        **{"connect_timeout_s": 0.5, "read_timeout_s": 0.6, "total_timeout_s": 1.5, **changes},
+    )
+
+
+class Service:
+    """A `PriorService` that takes plain requests."""
+
+    def __init__(self, ar, processor, **changes):
+        config = settings(ar, **changes)
+        expected = glm_image_prior.Expected.of(processor, CODEBOOK)
+        self.service = glm_image_prior.PriorService(
+            config,
+            processor=processor,
+            codebook=CODEBOOK,
+            facts=glm_image_prior.ServerFacts(honours_seeds=True, context=1000, model=ar.model),
+            check=lambda: glm_image_prior.check_server(config, expected),
+        )
+
+    def ask(self, prompt="a cat", seed=1, size=(32, 32)):
+        width, height = size
+        return self.service.ask(
+            glm_image_prior.PriorRequest(
+                prompt=prompt, height=height, width=width, seeds=(seed,), sources=()
+            )
+        )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_exc):
+        self.service.close()
+
+
+@pytest.fixture
+def service(ar, processor):
+    ar.reset()
+    with Service(ar, processor) as started:
+        yield started
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        *[["reset"], ["half"], ["half unnoticed"], ["502"], ["503"], ["504"]],
+        ["reset", "half", "503"],
+    ],
+    ids=", ".join,
+)
+def test_what_may_pass_is_tried_again_with_the_same_tokens(service, ar, faults):
+    wanted = service.ask(seed=5).result().token_ids_BL
+    ar.reset()
+    ar.faults = list(faults)
+    got = service.ask(prompt="another", seed=5).result().token_ids_BL
+    assert got.tolist() == wanted.tolist()
+    assert len(ar.requests) == len(faults) + 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "cause"),
+    [
+        ("html", 502, "not JSON"),
+        ("list", 502, "no output_ids"),
+        ("no ids", 502, "no output_ids"),
+        ("too few ids", 502, "9 ids, wanted 257"),
+        ("id out of range", 502, "id 128 is outside the codebook of 128"),
+        ("id that is no number", 502, "id 'a' is outside"),
+        ("aborted", 502, "aborted: oom"),
+        ("400", 502, "answered 400: .*status 400"),
+        ("404", 502, "answered 404"),
+        ("500", 502, "answered 500"),
+        ("silent", 504, "silent for 0.6 s"),
+    ],
+)
+def test_what_would_only_repeat_is_not_tried_again(service, ar, fault, status, cause):
+    ar.faults = [fault]
+    with pytest.raises(PriorError, match=f"AR server {ar.url}: .*{cause}") as error:
+        service.ask().result()
+    assert error.value.status == status
+    assert len(ar.requests) == 1
+    service.ask().result()  # the next one is fine
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "cause"),
+    [
+        ("reset", 502, "reset|disconnected"),
+        ("half", 502, "ends half-way"),
+        ("503", 502, "answered 503"),
+        ("504", 504, "answered 504"),
+        ("trickle", 504, "no answer within 1.5 s in all"),
+    ],
+)
+def test_all_attempts_end_at_the_total_deadline(service, ar, fault, status, cause):
+    ar.always = fault
+    start = time.monotonic()
+    with pytest.raises(PriorError, match=cause) as error:
+        service.ask().result()
+    assert error.value.status == status
+    assert 0.5 < time.monotonic() - start < 2.0
+
+
+def test_a_dead_server(processor):
+    with FaultyAR() as gone:
+        pass
+    with Service(gone, processor) as service, pytest.raises(PriorError) as error:
+        service.ask().result()
+    assert error.value.status == 502
+    assert gone.url in str(error.value)
+
+
+def test_slow_is_not_a_fault(service, ar):
+    ar.faults = ["slow"]
+    service.ask().result()
+    assert len(ar.requests) == 1
+
+
+def test_one_fault_is_one_requests(service, ar):
+    ar.seconds = 0.05
+    ar.faults = ["too few ids"]
+    futures = [service.ask(seed=seed) for seed in range(8)]
+    failed = [future.exception() for future in futures if future.exception()]
+    assert len(failed) == 1
+    assert len({str(future.result().token_ids_BL) for future in futures if not future.exception()})
+
+
+def test_a_bound_on_requests_in_flight_and_order(ar, processor):
+    ar.reset()
+    ar.seconds = 0.05
+    with Service(ar, processor, max_inflight=2) as service:
+        for future in [service.ask(seed=seed) for seed in range(9)]:
+            future.result()
+    assert ar.most_waiting == 2
+    seeds = [sent["sampling_params"]["sampling_seed"] for sent in ar.requests]
+    assert [seed // 2 for seed in seeds] == [seed // 2 for seed in range(9)]  # two race
+
+
+def test_cancelling_hangs_up(service, ar):
+    ar.faults = ["silent"]
+    future = service.ask()
+    while not ar.requests:
+        time.sleep(0.01)
+    future.cancel()
+    deadline = time.monotonic() + 0.4
+    while not ar.gone and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert ar.gone == 1
+
+
+def test_the_cache_asks_once(ar, processor):
+    ar.reset()
+    with Service(ar, processor, cache_size=2) as service:
+        first = service.ask(seed=1).result()
+        again = service.ask(seed=1).result()
+        assert again.token_ids_BL.tolist() == first.token_ids_BL.tolist()
+        assert len(ar.requests) == 1
+        for other in (dict(seed=2), dict(prompt="b"), dict(size=(64, 32)), dict(seed=1)):
+            service.ask(**other).result()
+        assert len(ar.requests) == 5  # the first one was pushed out
+        assert (service.service._metrics.hits, service.service._metrics.misses) == (1, 5)
+
+
+@pytest.mark.parametrize(("cache_size", "seed"), [(0, 1), (2, None)])
+def test_not_cached(ar, processor, cache_size, seed):
+    ar.reset()
+    with Service(ar, processor, cache_size=cache_size) as service:
+        for _ in range(2):
+            service.ask(seed=seed).result()
+    assert len(ar.requests) == 2
+
+
+def test_a_failed_request_is_not_cached(service, ar):
+    ar.faults = ["html"]
+    assert service.ask().exception()
+    assert service.ask().exception() is None
+
+
+def test_large_seeds_fit_what_srt_takes(service, ar):
+    service.ask(seed=2**64 - 1).result()
+    assert ar.requests[0]["sampling_params"]["sampling_seed"] == 2**63 - 1
+
+
+def test_more_tokens_than_the_model_has(service, ar):
+    with pytest.raises(PriorError, match="size 1024x1024: takes 13.. tokens, .* has 1000") as error:
+        service.ask(size=(1024, 1024)).result()
+    assert error.value.status == 400
+    assert not ar.requests
+
+
+def test_closing_ends_what_is_in_flight(ar, processor):
+    ar.reset()
+    ar.always = "silent"
+    service = Service(ar, processor)
+    future = service.ask()
+    while not ar.requests:
+        time.sleep(0.01)
+    service.service.close()
+    assert future.cancelled() or future.exception()
+
+
+# --- start-up ------------------------------------------------------------------------------------
+
+
+def test_start_waits_for_the_server(ar):
+    ar.reset()
+    ar.healthy = False
+    with pytest.raises(glm_image_prior.ARServerUnfit, match="not up after 0.2 s.*answered 503"):
+        glm_image_prior.wait_for_server(settings(ar, start_timeout_s=0.2))
+    ar.healthy = True
+    glm_image_prior.wait_for_server(settings(ar))
+
+
+def test_another_model_is_refused(processor):
+    with FaultyAR(architecture="LlamaForCausalLM") as other:
+        with pytest.raises(glm_image_prior.ARServerUnfit, match="some_model, not GLM-Image"):
+            glm_image_prior.build_service(
+                settings(other), processor=processor, codebook=CODEBOOK, server_metrics=None
+            )
+
+
+def test_a_larger_codebook_is_refused(ar, processor):
+    ar.reset()
+    with pytest.raises(glm_image_prior.ARServerUnfit, match="outside the codebook of 16"):
+        glm_image_prior.check_server(settings(ar), glm_image_prior.Expected.of(processor, 16))
+
+
+@pytest.mark.parametrize("honours_seeds", [True, False])
+def test_seeds_are_tried(ar, processor, honours_seeds):
+    ar.reset()
+    ar.honours_seeds = honours_seeds
+    try:
+        facts = glm_image_prior.check_server(
+            settings(ar), glm_image_prior.Expected.of(processor, CODEBOOK)
+        )
+        assert facts == glm_image_prior.ServerFacts(
+            honours_seeds=honours_seeds, context=None, model=ar.model
+        )
+    finally:
+        ar.honours_seeds = True
+
+
+# --- another server behind the same url ----------------------------------------------------------
+
+
+def codes(service, **request):
+    return service.ask(**request).result().token_ids_BL.tolist()
+
+
+def test_another_model_behind_the_url(service, ar):
+    """It answers with ids that could be right."""
+    wanted = codes(service)
+    ar.replace("LlamaForCausalLM")
+    asked = len(ar.requests)
+    for attempts in (1, 0):  # what is known to be another model is not asked
+        with pytest.raises(PriorError, match=f"{ar.url}: serves some_model, not GLM") as error:
+            service.ask(prompt="a dog").result()
+        assert error.value.status == 502
+        assert len(ar.requests) - asked == attempts
+        asked = len(ar.requests)
+    assert codes(service) == wanted  # of the right model, from the cache
+    ar.replace()
+    assert codes(service, prompt="a dog") == wanted  # the seed's
+
+
+def test_another_model_in_mid_request(service, ar):
+    ar.seconds = 0.3
+    future = service.ask()
+    while not ar.requests:
+        time.sleep(0.01)
+    ar.replace("LlamaForCausalLM")
+    with pytest.raises(PriorError, match="serves some_model, not GLM"):
+        future.result()
+
+
+def test_a_codebook_that_does_not_fit_any_more(service, ar):
+    codes(service)
+    ar.replace(model_path="/nowhere/larger")
+    ar.probe_fault = "id out of range"
+    for _ in range(2):
+        with pytest.raises(PriorError, match="failed a request of 16 tokens: id 128 is outside"):
+            service.ask(prompt="a dog").result()
+    ar.probe_fault = None
+    codes(service, prompt="a dog")
+
+
+def test_the_cache_keeps_models_apart(service, ar, monkeypatch):
+    monkeypatch.setattr(watch, "_FRESH_S", 0.0)
+    first = codes(service)
+    ar.replace(model_path="/nowhere/other")
+    other = codes(service)
+    assert other != first
+    ar.weight_version = "2"  # updated in place: no connection tells
+    updated = codes(service)
+    assert updated not in (first, other)
+    ar.replace()
+    asked = len(ar.requests)
+    assert codes(service) == first
+    assert len(ar.requests) == asked
+
+
+def test_an_update_of_weights_is_told_by_the_answer(service, ar):
+    first = codes(service)
+    ar.weight_version = "2"
+    assert codes(service, prompt="a dog") != first  # the answer says so: the server is looked at
+    assert codes(service) != first
+
+
+def test_a_server_that_was_started_again_is_tried_again(processor):
+    with FaultyAR() as old:
+        with Service(old, processor) as service:
+            assert service.ask(seed=1).result().warning is None
+            old.hang_up()
+            old.close()
+            future = service.ask(seed=2)
+            time.sleep(0.2)
+            with FaultyAR(old.port) as again:
+                again.honours_seeds = False
+                assert "ignores seeds" in future.result().warning
+
+
+def test_a_restart_that_nobody_saw(service, ar, monkeypatch):
+    """It was idle meanwhile, and the same model came back."""
+    monkeypatch.setattr(watch, "_RESTART_S", 0.0)
+    assert service.ask(seed=1).result().warning is None
+    ar.hang_up()
+    ar.honours_seeds = False
+    assert "ignores seeds" in service.ask(seed=2).result().warning
+    asked = len(ar.requests)
+    service.ask(seed=1).result()  # what a server that honours it wrote is kept apart
+    assert len(ar.requests) == asked + 1
+
+
+def test_a_look_that_fails_is_made_again(service, ar):
+    """As through a router, one of whose servers has just died."""
+    ar.failing_looks = 2
+    codes(service)
+    assert len(ar.requests) == 1
+
+
+def test_no_look_for_each_request(service, ar, monkeypatch):
+    codes(service)
+    looks = []
+    monkeypatch.setattr(watch, "model_info", lambda config: looks.append(config))
+    for seed in range(20):
+        codes(service, seed=seed)
+    assert not looks
