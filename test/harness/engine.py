@@ -112,17 +112,15 @@ class Engine:
             watchdog.cancel()
 
     def _read_answer(self) -> Any:
-        for line in self.process.stdout:
-            if line.startswith("@"):
-                kind, _, payload = line.strip().partition(" ")
-                if kind == "@refused":
-                    raise Refused(json.loads(payload))
-                if kind == "@failed":
-                    raise Failed(tail(self.log))
-                return json.loads(payload) if payload else None
-            self._log_file.write(line)
-            self._log_file.flush()
-        raise RuntimeError(f"no answer from the engine:\n{tail(self.log)}")
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"no answer from the engine:\n{tail(self.log)}")
+        kind, payload = json.loads(line)
+        if kind == "refused":
+            raise Refused(payload)
+        if kind == "failed":
+            raise Failed(tail(self.log))
+        return payload
 
     def close(self) -> None:
         stop(self.process)

@@ -1,28 +1,35 @@
 """A DiffGenerator in a process of its own: requests as JSON lines in, results as .npz files out."""
 
 import json
+import os
 import sys
 
 
 def main() -> None:
+    # the engine's processes log to the standard output too, and in the middle of an answer
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+    def answer(kind: str, payload=None) -> None:
+        print(json.dumps([kind, payload]), file=answers, flush=True)
+
     import numpy as np
 
     from sglang.multimodal_gen import DiffGenerator
 
-    answers = sys.stdout  # the engine logs there too, so every answer is marked
     generator = DiffGenerator.from_pretrained(**json.loads(sys.argv[1]))
     try:
-        print("@ready", file=answers, flush=True)
+        answer("ready")
         for line in sys.stdin:
             request = json.loads(line)
             path = request.pop("result_path")
             try:
                 results = generator.generate(sampling_params_kwargs=request)
             except ValueError as error:
-                print("@refused " + json.dumps(str(error)), file=answers, flush=True)
+                answer("refused", str(error))
                 continue
             if results is None:
-                print("@failed", file=answers, flush=True)
+                answer("failed")
                 continue
             results = results if isinstance(results, list) else [results]
             images = np.stack([_pixels(result) for result in results])
@@ -31,11 +38,8 @@ def main() -> None:
             np.savez(
                 path, images=images, latents=np.zeros(0) if latents is None else latents.float()
             )
-            answer = {
-                "metrics": results[0].metrics,
-                "peak_memory_mb": results[0].peak_memory_mb,
-            }
-            print("@done " + json.dumps(answer), file=answers, flush=True)
+            metrics, peak = results[0].metrics, results[0].peak_memory_mb
+            answer("done", {"metrics": metrics, "peak_memory_mb": peak})
     finally:
         generator.shutdown()
 

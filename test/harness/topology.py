@@ -59,12 +59,15 @@ class Topology:
 
     Attributes:
         head: takes requests.
+        traces: what each denoiser's loop does when.
     """
 
     def __init__(self, model: Path, ar_url: str, denoisers: int, *flags: str):
         # a head also takes the five ports above its own
         head_port, _, _, *work_ports = free_ports(3 + denoisers)
         flags = ("--srt-encoder-url", ar_url, *flags)
+        self._dir = tempfile.TemporaryDirectory(prefix="topology-")
+        self.traces = [Path(self._dir.name) / f"trace.{port}" for port in work_ports]
         self.denoisers = [
             Worker(
                 [
@@ -72,11 +75,11 @@ class Topology:
                     *("--disagg-role", "denoiser", "--num-gpus", "1", "--batching-max-size", "1"),
                     *("--disagg-server-addr", f"tcp://127.0.0.1:{head_port}"),
                     *("--scheduler-port", str(port), "--master-port", str(free_ports(1)[0])),
-                    *(*FP32_FLAGS, *flags),
+                    *("--schedule-trace", str(trace), *FP32_FLAGS, *flags),
                 ],
                 ready="GLM distributed denoiser registered",
             )
-            for port in work_ports
+            for port, trace in zip(work_ports, self.traces)
         ]
         urls = ";".join(f"tcp://127.0.0.1:{port}" for port in work_ports)
         self.head = Server(
@@ -99,6 +102,7 @@ class Topology:
     def close(self) -> None:
         for process in (self.head, *self.denoisers):
             process.close()
+        self._dir.cleanup()
 
     def __enter__(self) -> "Topology":
         return self

@@ -1,13 +1,12 @@
 """AR server, head and two denoisers, all real."""
 
-import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
-from harness.batching import disconnect_after
+from harness.batching import disconnect_after, trace_events
 from harness.server import FP32_FLAGS, HTTPFailure, Server, pixels, pngs, source_image
 from harness.topology import Topology
 
@@ -80,9 +79,9 @@ def test_a_denoiser_runs_several_samples_at_once(topology):
     requests = [dict(prompt=f"cat {i}", seed=i, num_inference_steps=1000) for i in range(6)]
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(lambda request: topology.head.generate(**request), requests))
-    logs = "".join(denoiser.log.read_text() for denoiser in topology.denoisers)
-    shared = [float(samples) for samples in re.findall(r"steps/s of (\S+) samples", logs)]
-    assert max(shared) > 1.5
+    for trace in topology.traces:
+        steps = [event for event in trace_events(trace) if event["name"] == "step"]
+        assert max(event["args"]["samples"] for event in steps) > 1
 
 
 def test_one_fault_is_one_requests(topology):
