@@ -61,7 +61,7 @@ class FaultyAR:
         self.faults, self.always, self.requests, self.sizes = [], None, [], []
         self.waiting = self.most_waiting = self.gone = 0
         self.seconds, self.healthy, self.probe_fault = 0.0, True, None
-        self.honours_seeds = True
+        self.honours_seeds, self.failing_looks = True, 0
         self.replace()
 
     def replace(self, architecture: str = GLM_IMAGE, model_path: str = "/nowhere/ar") -> None:

@@ -373,6 +373,16 @@ def test_a_look_that_fails_is_made_again(service, ar):
     assert len(ar.requests) == 1
 
 
+def test_a_router_that_cannot_tell_the_model(service, ar):
+    """It asks the server that has died until it counts it out; the others write."""
+    ar.failing_looks = 1000
+    codes(service)
+    assert len(ar.requests) == 1  # what was written is used, once
+    looks = ar.failing_looks
+    codes(service, prompt="a dog")
+    assert ar.failing_looks == looks  # and the next request waits for no look
+
+
 def test_no_look_for_each_request(service, ar, monkeypatch):
     codes(service)
     looks = []

@@ -67,6 +67,10 @@ class ARServerLost(ARServerUnfit):
     """The AR server is not there, or went away while it was looked at."""
 
 
+class ARServerUntold(ARServerLost):
+    """Something is there, but says 5xx instead of its model: a router whose server there is dead."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Expected:
     """What an AR server has to be for a checkpoint.
@@ -195,6 +199,7 @@ def model_info(config: PriorConfig) -> dict[str, Any]:
 
     Raises:
         ARServerLost: where it does not answer.
+        ARServerUntold: where it does not tell.
         ARServerUnfit: where its answer cannot be read.
     """
     # /model_info is the newer name; sglang-router passes on this one alone
@@ -203,6 +208,7 @@ def model_info(config: PriorConfig) -> dict[str, Any]:
         "does not tell its model",
         requests.get,
         "/get_model_info",
+        on_5xx=ARServerUntold,
         timeout=(config.connect_timeout_s, min(config.read_timeout_s, _HEALTH_S)),
     )
     try:
@@ -265,14 +271,20 @@ def _probe(config: PriorConfig, expected: Expected, timeout_s: float) -> tuple[i
 
 
 def _answered(
-    config: PriorConfig, failed: str, ask: Any, path: str, **options: Any
+    config: PriorConfig,
+    failed: str,
+    ask: Any,
+    path: str,
+    *,
+    on_5xx: type[ARServerLost] = ARServerLost,
+    **options: Any,
 ) -> requests.Response:
     try:
         response = ask(config.url + path, **options)
     except requests.RequestException as error:
         raise ARServerLost(config, f"{failed}: {error}") from None
     if response.status_code >= 500:  # a router says 500 for a server that has just died
-        raise ARServerLost(config, f"{failed}: answered {response.status_code}")
+        raise on_5xx(config, f"{failed}: answered {response.status_code}")
     if response.status_code != 200:
         raise ARServerUnfit(config, f"{failed}: answered {response.status_code}")
     return response

@@ -4,7 +4,8 @@
 A connection leads to one process as long as it lives. So it is enough to look at the server after
 each new connection: the look runs beside the request, and its answer is not used before the look is
 done. A router keeps its connections when a server behind it is replaced, so there are looks now and
-then too.
+then too. One whose server for such questions has died cannot tell, until it counts that server out;
+the others still write, and what they write is used.
 """
 
 import asyncio
@@ -18,6 +19,7 @@ from .retry import AttemptFailure, Kind
 from .server_check import (
     ARServerLost,
     ARServerUnfit,
+    ARServerUntold,
     ServerFacts,
     check_architecture,
     model_info,
@@ -129,10 +131,13 @@ class ServerWatch:
         while self._covered < opened:
             try:
                 await self._looked()
-            except AttemptFailure:
+            except AttemptFailure as failure:
                 failed += 1
                 if failed == _LOOKS:
-                    raise
+                    if failure.kind is not Kind.BUSY:
+                        raise
+                    self._covered = max(self._covered, opened)
+                    break
                 await asyncio.sleep(_LOOK_AGAIN_S)
         self._raise_if_unfit()
         self._heard_at = time.monotonic()
@@ -181,7 +186,8 @@ class ServerWatch:
             self._unfit = None
         except ARServerLost as error:
             self._anew = True
-            raise AttemptFailure(Kind.UNREACHABLE, error.cause) from None
+            kind = Kind.BUSY if isinstance(error, ARServerUntold) else Kind.UNREACHABLE
+            raise AttemptFailure(kind, error.cause) from None
         except ARServerUnfit as error:
             self._unfit = error.cause
         self._covered = opened
