@@ -25,10 +25,12 @@ class FaultyAR:
     Attributes:
         always: a fault of every request, when `faults` are used up.
         failing_looks: how many questions for its model it answers with 500.
+        silent_looks: whether it never answers them.
         probe_fault: a fault of the short requests that try it out, which count nowhere else.
         requests: bodies of the requests to /generate, in order.
         gone: how many clients went away before their answer.
         architecture, model_path, weight_version: what it tells of its model.
+        told: what it tells besides, or in place of that.
     """
 
     def __init__(self, port: int = 0, *, architecture: str = GLM_IMAGE):
@@ -39,6 +41,8 @@ class FaultyAR:
         self.always: str | None = None
         self.probe_fault: str | None = None
         self.failing_looks = 0
+        self.silent_looks = False
+        self.told: dict[str, Any] = {}
         self.honours_seeds = True
         self.healthy = True
         self.requests: list[dict[str, Any]] = []
@@ -62,6 +66,7 @@ class FaultyAR:
         self.waiting = self.most_waiting = self.gone = 0
         self.seconds, self.healthy, self.probe_fault = 0.0, True, None
         self.honours_seeds, self.failing_looks = True, 0
+        self.silent_looks, self.told = False, {}
         self.replace()
 
     def replace(self, architecture: str = GLM_IMAGE, model_path: str = "/nowhere/ar") -> None:
@@ -119,6 +124,9 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.ar.failing_looks > 0:
             self.ar.failing_looks -= 1
             self.answer(500, b"")
+        elif self.ar.silent_looks:
+            self.connection.recv(1)  # until it hangs up
+            self.close_connection = True
         else:
             self.answer_json(
                 {
@@ -126,6 +134,7 @@ class _Handler(BaseHTTPRequestHandler):
                     "model_type": "some_model",
                     "model_path": self.ar.model_path,
                     "weight_version": self.ar.weight_version,
+                    **self.ar.told,
                 }
             )
 

@@ -383,6 +383,67 @@ def test_a_router_that_cannot_tell_the_model(service, ar):
     assert ar.failing_looks == looks  # and the next request waits for no look
 
 
+def test_a_router_whose_asked_server_is_stuck(service, ar, monkeypatch):
+    """That one says nothing; the others write."""
+    monkeypatch.setattr(watch, "_PATIENCE_S", 0.1)
+    ar.silent_looks = True
+    codes(service)
+    assert len(ar.requests) == 1
+
+
+@pytest.mark.parametrize("fault", ["500", "silent"])
+def test_a_router_with_a_server_that_writes_no_more(service, ar, monkeypatch, fault):
+    """The model is told, but the short request that tries it out goes to that server."""
+    monkeypatch.setattr(watch, "_RESTART_S", 0.0)
+    monkeypatch.setattr(watch, "_PATIENCE_S", 0.1)
+    ar.probe_fault = fault
+    codes(service)
+    assert len(ar.requests) == 1
+
+
+def test_another_model_that_cannot_be_tried(service, ar):
+    ar.replace(model_path="/nowhere/larger")
+    ar.probe_fault = "500"
+    with pytest.raises(PriorError, match="failed a request of 16 tokens: answered 500"):
+        service.ask().result()
+
+
+def test_tokens_of_the_cache_wait_for_no_silent_server(ar, processor, monkeypatch):
+    ar.reset()
+    with Service(ar, processor, read_timeout_s=20.0, total_timeout_s=30.0) as service:
+        first = codes(service)
+        monkeypatch.setattr(watch, "_FRESH_S", 0.0)
+        monkeypatch.setattr(watch, "_PATIENCE_S", 0.1)
+        ar.silent_looks = True
+        try:
+            assert service.ask().result(timeout=8).token_ids_BL.tolist() == first
+        finally:
+            ar.hang_up()
+    assert len(ar.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "told",
+    [{"architectures": 1}, {"architectures": None}, {"model_path": ["a"]}, {"weight_version": {}}],
+    ids=str,
+)
+def test_a_server_that_tells_nonsense(service, ar, told):
+    ar.told = told
+    with pytest.raises(PriorError, match=f"AR server {ar.url}: ") as error:
+        service.ask().result()
+    assert error.value.status == 502
+    ar.told = {}
+    codes(service)
+
+
+@pytest.mark.parametrize("data", [["a"], [{"max_model_len": "all"}], [[]], []], ids=str)
+def test_a_context_that_cannot_be_read(service, ar, monkeypatch, data):
+    monkeypatch.setattr(watch, "_RESTART_S", 0.0)
+    ar.told = {"data": data}  # of /v1/models
+    codes(service)
+    codes(service, seed=2)
+
+
 def test_no_look_for_each_request(service, ar, monkeypatch):
     codes(service)
     looks = []

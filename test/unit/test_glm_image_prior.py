@@ -1,11 +1,14 @@
 """The AR client's decisions, one by one: plain data, no server."""
 
+import io
 import pickle
 import struct
 import zlib
 
+import numpy as np
 import orjson
 import pytest
+from PIL import Image
 
 from sglang.multimodal_gen.configs.glm_image_prior import (
     PriorConfig,
@@ -210,4 +213,16 @@ def test_a_huge_source_image_is_refused_by_its_header():
     png = header + struct.pack(">I", zlib.crc32(chunk)) + struct.pack(">I", 0) + b"IDAT"
     with pytest.raises(PriorError, match="source image 1: not an image: more than") as failure:
         request.decode(png, 1)
+    assert failure.value.status == 400
+
+
+def test_a_damaged_source_image():
+    """Pillow raises a SyntaxError for it."""
+    data = io.BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 48, 3), np.uint8)).save(data, "PNG")
+    png = bytearray(data.getvalue())
+    length = slice(png.index(b"IDAT") - 4, png.index(b"IDAT"))
+    png[length] = (200).to_bytes(4, "big")  # the next chunk begins in the middle of its data
+    with pytest.raises(PriorError, match="source image 0: not an image: broken PNG") as failure:
+        request.decode(bytes(png), 0)
     assert failure.value.status == 400

@@ -25,6 +25,11 @@ from sglang.multimodal_gen.runtime.utils.vision import load_image
 
 from .answer import Wanted
 
+# what Pillow raises for a damaged file
+_NOT_AN_IMAGE = (
+    *(OSError, ValueError, SyntaxError, NotImplementedError),
+    Image.DecompressionBombError,
+)
 _DATA_URL = "data:image/*;base64,"
 MAX_SOURCE_PIXELS = 2**26  # 8192 x 8192
 _MAX_SEED = 2**63 - 1  # SRT's
@@ -202,5 +207,5 @@ def decode(encoded: bytes, index: int) -> Image.Image:
         if image.width * image.height > MAX_SOURCE_PIXELS:  # before its pixels take memory
             raise ValueError(f"more than {MAX_SOURCE_PIXELS} pixels")
         return load_image(image)
-    except (OSError, ValueError, Image.DecompressionBombError) as error:
+    except _NOT_AN_IMAGE as error:
         raise PriorError(400, f"source image {index}", f"not an image: {error}") from None

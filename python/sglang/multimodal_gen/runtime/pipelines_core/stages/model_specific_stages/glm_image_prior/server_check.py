@@ -68,7 +68,7 @@ class ARServerLost(ARServerUnfit):
 
 
 class ARServerUntold(ARServerLost):
-    """Something is there, but says 5xx instead of its model: a router whose server there is dead."""
+    """Something is there, but says 5xx or nothing: a router whose server there is dead or stuck."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +164,7 @@ def check_server(
     Raises:
         ARServerUnfit: for another model, or one whose codes the DiT does not know.
         ARServerLost: where it goes away meanwhile.
+        ARServerUntold: where it answers no more.
     """
     info = model_info(config)
     check_architecture(config, info)
@@ -184,7 +185,8 @@ def check_architecture(config: PriorConfig, info: dict[str, Any]) -> None:
     Raises:
         ARServerUnfit: where `info` is of another kind of model.
     """
-    if ARCHITECTURE not in (info.get("architectures") or ()):
+    told = info.get("architectures")
+    if not isinstance(told, list) or ARCHITECTURE not in told:
         served = info.get("model_type") or info.get("model_path")
         raise ARServerUnfit(config, f"serves {served}, not GLM-Image's AR")
 
@@ -198,7 +200,7 @@ def model_info(config: PriorConfig) -> dict[str, Any]:
     """What the AR server tells about its model.
 
     Raises:
-        ARServerLost: where it does not answer.
+        ARServerLost: where it is not there.
         ARServerUntold: where it does not tell.
         ARServerUnfit: where its answer cannot be read.
     """
@@ -208,14 +210,13 @@ def model_info(config: PriorConfig) -> dict[str, Any]:
         "does not tell its model",
         requests.get,
         "/get_model_info",
-        on_5xx=ARServerUntold,
         timeout=(config.connect_timeout_s, min(config.read_timeout_s, _HEALTH_S)),
     )
     try:
         info = response.json()
     except ValueError as error:
         raise ARServerUnfit(config, f"does not tell its model: {error}") from None
-    if not isinstance(info, dict):
+    if not isinstance(info, dict) or not all(isinstance(i, str | None) for i in model_of(info)):
         raise ARServerUnfit(config, f"does not tell its model: {info!r}")
     return info
 
@@ -244,9 +245,10 @@ def _told_context(config: PriorConfig) -> int | None:
     timeout = (config.connect_timeout_s, config.read_timeout_s)
     try:
         (model,) = requests.get(config.url + "/v1/models", timeout=timeout).json()["data"]
-        return model.get("max_model_len")
-    except (requests.RequestException, ValueError, KeyError, TypeError):
+        told = model["max_model_len"]
+    except (requests.RequestException, ValueError, LookupError, TypeError):
         return None
+    return told if type(told) is int else None
 
 
 def _probe(config: PriorConfig, expected: Expected, timeout_s: float) -> tuple[int, ...]:
@@ -275,16 +277,16 @@ def _answered(
     failed: str,
     ask: Any,
     path: str,
-    *,
-    on_5xx: type[ARServerLost] = ARServerLost,
     **options: Any,
 ) -> requests.Response:
     try:
         response = ask(config.url + path, **options)
+    except requests.ReadTimeout:
+        raise ARServerUntold(config, f"{failed}: no answer") from None
     except requests.RequestException as error:
         raise ARServerLost(config, f"{failed}: {error}") from None
     if response.status_code >= 500:  # a router says 500 for a server that has just died
-        raise on_5xx(config, f"{failed}: answered {response.status_code}")
+        raise ARServerUntold(config, f"{failed}: answered {response.status_code}")
     if response.status_code != 200:
         raise ARServerUnfit(config, f"{failed}: answered {response.status_code}")
     return response

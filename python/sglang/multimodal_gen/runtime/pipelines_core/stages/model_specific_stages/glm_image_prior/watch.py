@@ -4,8 +4,8 @@
 A connection leads to one process as long as it lives. So it is enough to look at the server after
 each new connection: the look runs beside the request, and its answer is not used before the look is
 done. A router keeps its connections when a server behind it is replaced, so there are looks now and
-then too. One whose server for such questions has died cannot tell, until it counts that server out;
-the others still write, and what they write is used.
+then too. One whose server for such questions is dead or stuck cannot tell, until it counts that
+server out; the others still write, and what they write is used.
 """
 
 import asyncio
@@ -30,6 +30,7 @@ logger = init_logger(__name__)
 
 _LOOK_EVERY_S = 5.0  # while requests come
 _LOOKS, _LOOK_AGAIN_S = 3, 0.3  # before an answer that cannot be confirmed is asked for again
+_PATIENCE_S = 5.0  # with a look that gets no answer
 _RESTART_S = 5.0  # no server is started again and has loaded its model sooner
 _FRESH_S = 1.0  # no need to look again before tokens of the cache are used
 
@@ -65,9 +66,10 @@ class ServerLook:
         info = model_info(self._config)
         try:
             check_architecture(self._config, info)
-            if not anew and not self._unfit and self._model == model_of(info):
+            known = not self._unfit and self._model == model_of(info)
+            if known and not anew:
                 return None
-            facts = self._check()
+            facts = self._check_model(known)
         except ARServerLost:
             raise
         except ARServerUnfit as error:
@@ -79,6 +81,15 @@ class ServerLook:
             logger.warning("AR server %s serves %s", self._config.shown_url, facts.model)
         self._unfit, self._model = False, facts.model
         return facts
+
+    def _check_model(self, known: bool) -> ServerFacts:
+        """What another model has written is not used before that one was tried."""
+        try:
+            return self._check()
+        except ARServerUntold as error:
+            if known:
+                raise
+            raise ARServerLost(self._config, error.cause) from None
 
 
 class ServerWatch:
@@ -127,13 +138,13 @@ class ServerWatch:
             AttemptFailure: for an answer of another model.
         """
         opened = self._opened
-        failed = 0
+        start, failed = time.monotonic(), 0
         while self._covered < opened:
             try:
                 await self._looked()
             except AttemptFailure as failure:
                 failed += 1
-                if failed == _LOOKS:
+                if failed == _LOOKS or time.monotonic() - start > _PATIENCE_S:
                     if failure.kind is not Kind.BUSY:
                         raise
                     self._covered = max(self._covered, opened)
@@ -159,10 +170,7 @@ class ServerWatch:
             await self._looked_if_there()
 
     async def _looked_if_there(self) -> None:
-        try:
-            await self._looked()
-        except AttemptFailure:
-            pass
+        await asyncio.wait({self._begin()}, timeout=_PATIENCE_S)
 
     def _raise_if_unfit(self) -> None:
         if self._unfit is not None:
