@@ -219,7 +219,8 @@ def test_a_huge_source_image_is_refused_by_its_header():
 def test_a_damaged_source_image():
     """Pillow raises a SyntaxError for it."""
     data = io.BytesIO()
-    Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 48, 3), np.uint8)).save(data, "PNG")
+    noise = np.random.default_rng(0).integers(0, 255, (40, 48, 3), np.uint8)
+    Image.fromarray(noise).save(data, "PNG")
     png = bytearray(data.getvalue())
     length = slice(png.index(b"IDAT") - 4, png.index(b"IDAT"))
     png[length] = (200).to_bytes(4, "big")  # the next chunk begins in the middle of its data
