@@ -68,7 +68,7 @@ class ARServerLost(ARServerUnfit):
 
 
 class ARServerUntold(ARServerLost):
-    """Something is there, but says 5xx instead of its model: a router whose server there is dead."""
+    """Something is there, but says 5xx for its model: a router whose server there is dead."""
 
 
 @dataclass(frozen=True, kw_only=True)
