@@ -4,7 +4,9 @@ import json
 import random
 import socket
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +65,9 @@ def assert_same_pictures(got: list[dict], wanted: list[dict]) -> None:
         assert one["guidance"] == other["guidance"]
 
 
-def disconnect_after(server: Server, body: dict, seconds: float) -> None:
-    """Send a request and go away without reading its answer."""
+@contextmanager
+def abandoned(server: Server, body: dict) -> Iterator[None]:
+    """From a request's last byte until its client goes away without reading the answer."""
     data = json.dumps(body).encode()
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
@@ -73,9 +76,16 @@ def disconnect_after(server: Server, body: dict, seconds: float) -> None:
             + f"Content-Length: {len(data)}\r\n\r\n".encode()
             + data
         )
+        yield
+
+
+def disconnect_after(server: Server, body: dict, seconds: float) -> None:
+    """Send a request and go away without reading its answer."""
+    with abandoned(server, body):
         time.sleep(seconds)
 
 
 def trace_events(path: Path) -> list[dict[str, Any]]:
-    """What `--schedule-trace` wrote so far."""
-    return json.loads(path.read_text().rstrip().rstrip(",") + "]")
+    """What `--schedule-trace` wrote so far; a "decode" is written after its answer was sent."""
+    lines, _, _unfinished = path.read_text().rpartition("\n")
+    return json.loads(lines.rstrip(",") + "]")

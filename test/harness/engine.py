@@ -15,8 +15,8 @@ import numpy as np
 from harness.processes import UPSTREAM_ONLY, free_ports, stop, tail, test_environment
 
 FP32 = {"dit_precision": "fp32", "vae_precision": "fp32"}
-START_SECONDS = 240
-REQUEST_SECONDS = 180
+START_SECONDS = 480
+REQUEST_SECONDS = 300
 
 
 @dataclass

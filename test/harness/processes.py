@@ -5,8 +5,10 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 HARNESS = Path(__file__).parent
 PROBE = HARNESS / "probe"
@@ -62,6 +64,15 @@ def _is_free(port: int) -> bool:
         except OSError:
             return False
         return True
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 60) -> Any:
+    """What `condition` gives as soon as that is true; the time is for machines that are busy."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"not within {seconds:g} s"
+        time.sleep(0.02)
+    return value
 
 
 def stop(process: subprocess.Popen, seconds: float = 15) -> None:

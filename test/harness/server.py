@@ -30,7 +30,8 @@ AR_CPU_FLAGS = (
     *("--image-processor-backend", "pil", "--max-total-tokens", "65536"),
     *("--max-running-requests", "8"),
 )
-START_SECONDS = 240
+START_SECONDS = 480
+REQUEST_SECONDS = 300
 
 
 def serve_command(model: Path, *flags: str) -> list[str]:
@@ -147,7 +148,9 @@ class Server:
     def get(self, path: str) -> str:
         return self._send(urllib.request.Request(self.url + path))
 
-    def post(self, path: str, body: Mapping[str, Any], timeout: float = 120) -> dict[str, Any]:
+    def post(
+        self, path: str, body: Mapping[str, Any], timeout: float = REQUEST_SECONDS
+    ) -> dict[str, Any]:
         request = urllib.request.Request(
             self.url + path,
             data=json.dumps(body).encode(),
@@ -155,7 +158,7 @@ class Server:
         )
         return json.loads(self._send(request, timeout))
 
-    def generate(self, timeout: float = 120, **body: Any) -> dict[str, Any]:
+    def generate(self, timeout: float = REQUEST_SECONDS, **body: Any) -> dict[str, Any]:
         """POST /v1/images/generations. Raises `HTTPFailure`."""
         return self.post(
             "/v1/images/generations",
@@ -172,7 +175,7 @@ class Server:
         )
 
     def edit(
-        self, images: list[bytes], timeout: float = 120, **fields: Any
+        self, images: list[bytes], timeout: float = REQUEST_SECONDS, **fields: Any
     ) -> dict[str, Any]:
         """POST /v1/images/edits with PNG files. Raises `HTTPFailure`."""
         fields = {
@@ -193,7 +196,7 @@ class Server:
             raise HTTPFailure(error.status_code, error.response.text) from None
         return answer.model_dump()
 
-    def _send(self, request: urllib.request.Request, timeout: float = 120) -> str:
+    def _send(self, request: urllib.request.Request, timeout: float = REQUEST_SECONDS) -> str:
         try:
             with urllib.request.urlopen(request, timeout=timeout) as response:
                 return response.read().decode()
@@ -212,13 +215,12 @@ class Server:
         self.close()
 
 
-def wait_for_health(server: Server, status: str, seconds: float = 15) -> dict[str, Any]:
-    """What `/health` answers as soon as it says `status`."""
-    deadline = time.monotonic() + seconds
-    while (health := json.loads(server.get("/health")))["status"] != status:
+def wait_for_health(server: Server, wanted: Mapping[str, Any]) -> None:
+    """Until `/health` answers `wanted`; on the way it may tell of a connection that was cut."""
+    deadline = time.monotonic() + START_SECONDS
+    while (health := json.loads(server.get("/health"))) != wanted:
         assert time.monotonic() < deadline, health
         time.sleep(0.2)
-    return health
 
 
 def pngs(response: Mapping[str, Any]) -> list[bytes]:

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from harness.processes import wait_until
 from harness.server import FP32_FLAGS, Server, ar_command, pixels, pngs
 from harness.topology import router_command
 
@@ -30,15 +31,15 @@ def router(glm, ar_server, second_ar):
     def asked() -> int:
         return second_ar.log.read_text().count("GET /get_model_info")
 
-    while True:
+    for _ in range(20):
         with Server(glm, command=router_command([ar_server.url, second_ar.url])) as it:
-            while json.loads(it.get("/workers"))["total"] < 2:
-                time.sleep(0.1)
+            wait_until(lambda: json.loads(it.get("/workers"))["total"] == 2)
             before = asked()
             it.get("/get_model_info")
             if asked() > before:
                 yield it
                 return
+    raise AssertionError("none of 20 routers asked the second server")
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +50,15 @@ def server(glm, router):
 
 
 def test_both_give_the_same_tokens_for_a_seed(server, ar_server, second_ar):
-    request = dict(prompt="routed", seed=4)
+    def written() -> list[int]:
+        return [ar.log.read_text().count('POST /generate HTTP/1.1" 200') for ar in both]
+
+    both, request = (ar_server, second_ar), dict(prompt="routed", seed=4)
+    before = written()
     first = pngs(server.generate(**request))
     for _ in range(3):  # round robin, and the cache is off
         assert pngs(server.generate(**request)) == first
-    for ar in (ar_server, second_ar):
-        assert ar.log.read_text().count('POST /generate HTTP/1.1" 200') > 2
+    assert all(now > then for now, then in zip(written(), before))
 
 
 def test_one_of_two_dies_and_nothing_is_lost(server, second_ar):

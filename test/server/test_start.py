@@ -12,7 +12,15 @@ import pytest
 
 from harness.engine import FP32, Engine, Refused
 from harness.processes import HARNESS, free_ports, probe_environment, test_environment
-from harness.server import FP32_FLAGS, HTTPFailure, Server, pixels, pngs, serve_command
+from harness.server import (
+    FP32_FLAGS,
+    START_SECONDS,
+    HTTPFailure,
+    Server,
+    pixels,
+    pngs,
+    serve_command,
+)
 
 SGLANG = str(Path(sys.executable).parent / "sglang")
 
@@ -23,7 +31,7 @@ def refused_start(model, *flags: str, env=None) -> str:
         serve_command(model, *flags),
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=START_SECONDS,
         env=test_environment(env or {}),
     )
     assert result.returncode != 0
@@ -96,7 +104,7 @@ def generate_command(model, tmp_path, *flags: str) -> list[str]:
 def run_generate(model, tmp_path, *flags: str) -> str:
     command = generate_command(model, tmp_path, *flags)
     result = subprocess.run(
-        command, capture_output=True, text=True, timeout=180, env=test_environment()
+        command, capture_output=True, text=True, timeout=START_SECONDS, env=test_environment()
     )
     return result.stdout + result.stderr
 
@@ -193,7 +201,7 @@ def refusals(glm):
         input=json.dumps(cases),
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=START_SECONDS,
         env=test_environment(),
     )
     assert result.returncode == 0, result.stderr

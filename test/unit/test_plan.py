@@ -1,6 +1,7 @@
 """Bucket plans as plain data."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -69,6 +70,6 @@ def test_digest_is_the_same_in_every_process():
         capture_output=True,
         text=True,
         check=True,
-        env={"PYTHONHASHSEED": "1", "PATH": ""},
+        env={**os.environ, "PYTHONHASHSEED": "1"},
     )
     assert got.stdout.split()[-1] == PLAN.digest().hex()

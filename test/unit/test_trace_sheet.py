@@ -23,8 +23,9 @@ def test_pictured_steps(num_steps):
 
 def traced(error, size=(40, 30)):
     names = ("latents", "guided", "cond", "uncond") if error is not None else ("latents", "guided")
+    random = torch.Generator().manual_seed(0)  # of many colours, one may be the red
     data = {"step": 3, "bucket": 1, "scale": 2.0, "shown_scale": error and -1.0, "error": error}
-    return TracedStep(data, {name: torch.rand(3, *size) for name in names})
+    return TracedStep(data, {name: torch.rand(3, *size, generator=random) for name in names})
 
 
 def test_a_wrong_step_stands_in_red():
