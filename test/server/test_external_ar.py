@@ -10,6 +10,7 @@ import torch
 from transformers import AutoProcessor
 
 from harness.batching import trace_events
+from harness.faulty_ar import CODEBOOK
 from harness.processes import probe_environment, wait_until
 from harness.server import (
     FP32_FLAGS,
@@ -27,6 +28,10 @@ from sglang.multimodal_gen.configs.sample.glmimage import GlmImageSamplingParams
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req
 from sglang.multimodal_gen.runtime.pipelines_core.stages.model_specific_stages import (
     glm_image_prior,
+)
+from sglang.multimodal_gen.runtime.pipelines_core.stages.model_specific_stages.glm_image_prior.request import (  # noqa: E501
+    PriorRequest,
+    prepare,
 )
 
 THREE_SIZES = ("64x64", "96x64", "128x128")
@@ -240,3 +245,16 @@ def test_a_killed_ar_server_a_plain_one_in_its_place_and_the_first_again(glm, se
     answer = server.generate(**request)
     assert "warnings" not in answer
     assert pngs(answer) == wanted  # its tokens were pushed out of the cache
+
+
+def test_a_greedy_request_leaves_the_others_tokens(ar_server, glm):
+    """SRT's own health check is one, and comes into the batch where nothing ran before."""
+    processor = AutoProcessor.from_pretrained(glm, subfolder="processor")
+    request = PriorRequest(prompt="checked", height=128, width=128, seeds=(5,), sources=())
+    body = json.loads(prepare(request, processor, CODEBOOK).body(5))
+    greedy = {"input_ids": [0], "sampling_params": {"temperature": 0, "max_new_tokens": 50}}
+    wanted = ar_server.post("/generate", body)["output_ids"]
+    with ThreadPoolExecutor(6) as pool:
+        bodies = [body, greedy] * 3
+        answers = list(pool.map(lambda body: ar_server.post("/generate", body), bodies))
+    assert [answer["output_ids"] for answer in answers[::2]] == [wanted] * 3

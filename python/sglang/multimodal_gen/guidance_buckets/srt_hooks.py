@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks into SRT, for GLM-Image's AR server.
 
-Everywhere it gives back the tokens of source images. On a CPU host it honours seeds too: SRT
+Everywhere it gives back the tokens of source images, and a seed's tokens do not depend on what else
+is in the batch. On a CPU host it honours seeds too: SRT
 honours ``sampling_seed`` only under ``--enable-deterministic-inference``, whose kernels and hash
 have CUDA builds alone in the published wheel. Eager CPU matmuls of one thread are the same alone
 or batched, so what is missing is the hash; the kernels are not needed. And it runs on several
@@ -11,6 +12,7 @@ ranks.
 import torch
 
 _MASK = 0xFFFFFFFF
+_draws_by_token = False  # in a process that serves GLM-Image's AR
 
 
 def take_source_images(resolved: tuple[type, str], *_args, **_kwargs) -> tuple[type, str] | None:
@@ -20,7 +22,30 @@ def take_source_images(resolved: tuple[type, str], *_args, **_kwargs) -> tuple[t
         return None  # leaves the result as it is
     from sglang.srt.models.glm_image_source_tokens import GlmImageWithSourceTokens
 
+    global _draws_by_token
+    _draws_by_token = True
     return GlmImageWithSourceTokens, architecture
+
+
+def draw_by_token(
+    original, probs, top_ks, top_ps, min_ps, need_min_p, sampling_seed, positions, **options
+):
+    """AROUND top_k_top_p_min_p_sampling_from_probs_torch.
+
+    A batch comes here where one of its requests limits its tokens, as SRT's own health check does.
+    The noise of a seed then goes to tokens by their rank, in other batches by their id: so a
+    request would be given other tokens whenever a health check fell into its batch.
+    """
+    given = (probs, top_ks, top_ps, min_ps, need_min_p, sampling_seed, positions)
+    if sampling_seed is None or not _draws_by_token or options.get("return_filtered_probs"):
+        return original(*given, **options)
+    from sglang.srt.layers.sampler import multinomial_with_seed
+
+    options["return_filtered_probs"] = True
+    _, weights_BV, ids_BV, _ = original(*given, **options)
+    by_id_BV = torch.zeros_like(weights_BV).scatter_(1, ids_BV.long(), weights_BV)
+    drawn_B1 = multinomial_with_seed(by_id_BV.double().log_(), sampling_seed, positions)
+    return drawn_B1.view(-1).to(torch.int32)
 
 
 def skip_batch_invariant_kernels(original, *args, **kwargs):

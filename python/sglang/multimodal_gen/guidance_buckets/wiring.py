@@ -301,6 +301,14 @@ SRT_HOOKS = (
         ("model_config",),
         "image-to-image: GLM-Image's AR server gives back the tokens of source images",
     ),
+    Hook(
+        "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch",
+        "around",
+        "srt_hooks:draw_by_token",
+        ("probs", "top_ks", "top_ps", "min_ps", "need_min_p_sampling", "sampling_seed")
+        + ("positions", "return_filtered_probs"),
+        "GLM-Image's AR server: a seed gives the same tokens whatever else is in the batch",
+    ),
 )
 
 SRT_CPU_HOOKS = (
