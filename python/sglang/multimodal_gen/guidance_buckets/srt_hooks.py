@@ -2,11 +2,10 @@
 """Hooks into SRT, for GLM-Image's AR server.
 
 Everywhere it gives back the tokens of source images, and a seed's tokens do not depend on what else
-is in the batch. On a CPU host it honours seeds too: SRT
-honours ``sampling_seed`` only under ``--enable-deterministic-inference``, whose kernels and hash
-have CUDA builds alone in the published wheel. Eager CPU matmuls of one thread are the same alone
-or batched, so what is missing is the hash; the kernels are not needed. And it runs on several
-ranks.
+is in the batch. On a CPU host it honours seeds too: SRT honours ``sampling_seed`` only under
+``--enable-deterministic-inference``, whose kernels and hash have CUDA builds alone in the published
+wheel. Eager CPU matmuls of one thread are the same alone or batched, so what is missing is the
+hash; the kernels are not needed. And it runs on several ranks.
 """
 
 import torch

@@ -273,11 +273,7 @@ def _probe(config: PriorConfig, expected: Expected, timeout_s: float) -> tuple[i
 
 
 def _answered(
-    config: PriorConfig,
-    failed: str,
-    ask: Any,
-    path: str,
-    **options: Any,
+    config: PriorConfig, failed: str, ask: Any, path: str, **options: Any
 ) -> requests.Response:
     try:
         response = ask(config.url + path, **options)
