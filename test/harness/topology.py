@@ -43,6 +43,10 @@ class Worker:
                 raise RuntimeError(f"the worker did not start:\n{log}")
             time.sleep(0.3)
 
+    def pause(self) -> None:
+        """Nothing in it runs on; it can still be killed."""
+        os.killpg(self.process.pid, signal.SIGSTOP)
+
     def kill(self) -> None:
         """SIGKILL, to it and to all that it started."""
         os.killpg(self.process.pid, signal.SIGKILL)
