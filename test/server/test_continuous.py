@@ -84,7 +84,7 @@ def steps_joined(events: list[dict]) -> set[int]:
 def test_decoding_leaves_the_loop(probed, solo_server):
     """Another request is taken, stepped and decoded while one is being decoded."""
     slow = dict(prompt="slow decode", num_inference_steps=1)
-    other = dict(prompt="other", num_inference_steps=60)
+    other = dict(prompt="other", num_inference_steps=400)
     wanted = [solo_server.generate(**body) for body in (other, slow)]
     seen = len(trace_events(probed.trace))
     assert_same_pictures(together(probed, [other, slow], every=0.05), wanted)
