@@ -1,6 +1,5 @@
 """AR server, head and two denoisers, all real."""
 
-import re
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -101,17 +100,24 @@ def test_an_abandoned_request_leaves_the_ar_server(topology, alone, where):
     wait_until(lambda: "aborted: its client is gone" in server.log.read_text())
 
 
-def test_a_killed_denoiser_hands_its_requests_on(topology):
+def test_a_killed_denoiser_hands_its_request_on(topology):
     """The head deals requests out in turn; the other denoiser answers them all."""
+
+    def steps_of_second() -> int:
+        return sum(event["name"] == "step" for event in trace_events(topology.traces[1]))
+
+    before = steps_of_second()
+    while steps_of_second() == before:  # after it the first is next, then it again
+        topology.head.generate()
     # held back, so that it has not done with its own before it is killed
     topology.denoisers[1].pause()
-    with ThreadPoolExecutor(4) as pool:
-        futures = [pool.submit(topology.head.generate, prompt=f"cat {i}") for i in range(4)]
-        # two done by the other denoiser: at least one was dealt to this one between them
-        wait_until(lambda: sum(future.done() for future in futures) >= 2)
+    with ThreadPoolExecutor(3) as pool:
+        futures = [pool.submit(topology.head.generate, prompt=f"cat {i}") for i in range(3)]
+        # two done by the first: the one between them was dealt to the second
+        wait_until(lambda: sum(future.done() for future in futures) == 2)
         topology.denoisers[1].kill()
         answers = [future.result() for future in futures]
     assert all(len(answer["data"]) == 1 for answer in answers)
     log = topology.head.log.read_text()
-    assert re.search(r"GLM denoiser\[1\] disconnected; requeued [12] request\(s\)", log)
+    assert "GLM denoiser[1] disconnected; requeued 1 request(s)" in log
     assert topology.head.generate(prompt="after")["data"]
