@@ -87,7 +87,7 @@ def name_cause(original, executor: Any, *args, **kwargs) -> Any:
 
 
 def watch_ar_server(app: Any, server_args: Any, *_args, **_kwargs) -> None:
-    """AFTER create_app: a route for /health before upstream's, which it asks."""
+    """After create_app: a route for /health before upstream's, which it asks."""
     config = prior_config(server_args)
     if config is None or config.url is None:
         return

@@ -8,6 +8,18 @@ from sglang.multimodal_gen.configs.guidance import guidance_is_on
 from sglang.multimodal_gen.guidance_buckets import prior_hooks
 
 
+def complete_app(app: Any, server_args: Any, *_args, **_kwargs) -> None:
+    """AFTER create_app, in the process that answers HTTP."""
+    prior_hooks.watch_ar_server(app, server_args)
+    if guidance_is_on(server_args):
+        from PIL import Image
+
+        from sglang.multimodal_gen.guidance_buckets import response_hooks  # noqa: F401
+
+        # SGLang's warm-up requests do not come this way: the first answer would load these
+        Image.preinit()
+
+
 def bucketize_pipeline(pipeline: Any, server_args: Any) -> None:
     """AFTER build_pipeline. Raises GuidanceUnsupported for a pipeline that cannot obey plans."""
     prior_hooks.attach_service(pipeline, server_args)

@@ -242,9 +242,9 @@ GUIDANCE_HOOKS = (
     Hook(
         f"{_GEN}.runtime.entrypoints.http_server.create_app",
         "after",
-        "prior_hooks:watch_ar_server",
+        "server_hooks:complete_app",
         ("server_args",),
-        "/health says degraded while the AR server is dead",
+        "/health says degraded while the AR server is dead; a first answer as fast as later ones",
     ),
     Hook(
         f"{_GEN}.runtime.launch_server.launch_disagg_server",
