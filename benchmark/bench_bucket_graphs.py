@@ -257,7 +257,8 @@ def buckets(args: argparse.Namespace) -> None:
         ]
         header = [
             *("rows", "text", "eager ms", "graph ms", "x", "GPU busy ms", "over busy"),
-            *("host ms", "launch ms", "capture s", "beyond forwards s", "own MB", "differs"),
+            *("host ms", "host ms, idle", "launch ms", "capture s", "beyond forwards s"),
+            *("own MB", "differs"),
         ]
         print_section(f"{size}x{size}, {args.rounds} rounds", markdown_table(header, rows))
     for bucket, reason in graphs.refused.items():
@@ -267,18 +268,33 @@ def buckets(args: argparse.Namespace) -> None:
 
 
 def measure_bucket(graphs, bucket, rounds: int, torch) -> dict[str, float]:
-    """Milliseconds: an eager forward, a replay, the host's part of a step, a launch alone."""
+    """Milliseconds: an eager forward, a replay, the host's part of a step, a launch alone.
+
+    The host's part is timed as the loop runs it, one step ahead of the device, and, "idle", after
+    the device has drained.
+    """
     graph, inputs = graphs.graphs[bucket], graphs._inputs[bucket.shape]
     samples = load_samples(graphs, bucket)
-    times: dict[str, list[float]] = {"eager": [], "graph": [], "host": [], "launch": []}
+    times: dict[str, list[float]] = {
+        name: [] for name in ("eager", "graph", "host", "host, idle", "launch")
+    }
     for _ in range(rounds):
         times["eager"].append(timed(lambda: graphs.forward(inputs, bucket.rows), torch))
         times["graph"].append(timed(graph.replay, torch))
-    for _ in range(20):
-        torch.cuda.synchronize()
+
+    def host_ms() -> float:
         start = time.perf_counter()
         assert graphs.predict(samples, bucket.shape.quality) is not None
-        times["host"].append(1000 * (time.perf_counter() - start))
+        return 1000 * (time.perf_counter() - start)
+
+    before = torch.cuda.Event()
+    for _ in range(20):
+        before.record()
+        times["host"].append(host_ms())
+        before.synchronize()
+    for _ in range(20):
+        torch.cuda.synchronize()
+        times["host, idle"].append(host_ms())
         torch.cuda.synchronize()
         start = time.perf_counter()
         graph.replay()
@@ -306,6 +322,7 @@ def bucket_row(graph, times: dict[str, float], busy_ms: float) -> list:
         f"{busy_ms:.2f}",
         f"{100 * (times['graph'] / busy_ms - 1):+.1f}%",
         f"{times['host']:.2f}",
+        f"{times['host, idle']:.2f}",
         f"{times['launch']:.2f}",
         f"{graph.capture_s:.2f}",
         f"{graph.capture_s - graph.forwards_s:.2f}",
@@ -347,14 +364,13 @@ def timed(run, torch, runs: int = 10) -> float:
     return 1000 * (time.perf_counter() - start) / runs
 
 
-def gpu_busy_ms(graphs, bucket, torch, runs: int = 3) -> float:
-    """The sum of the kernels of one replay."""
+def gpu_busy_ms(graphs, bucket, torch, runs: int = 10) -> float:
+    """The sum of the kernels of one replay, at the clocks of a card that has run it for a while."""
     from torch.profiler import ProfilerActivity, profile
 
     run = graphs.graphs[bucket].replay
     load_samples(graphs, bucket)
-    run()
-    torch.cuda.synchronize()
+    timed(run, torch)
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(runs):
             run()
