@@ -100,30 +100,28 @@ class ARClient:
         finally:
             self._slots.release()
 
-    def _too_late(self) -> PriorError:
-        return PriorError(
-            504, self.name, f"no answer within {self._config.total_timeout_s:g} s in all"
-        )
+    def _too_late(self, cause: str | None = None) -> PriorError:
+        before = f"; before that: {cause}" if cause else ""
+        seconds = f"{self._config.total_timeout_s:g} s"
+        return PriorError(504, self.name, f"no answer within {seconds} in all{before}")
 
     async def _until_deadline(
         self, body: bytes, read: Callable[[bytes], Answer], deadline: float
     ) -> Answer:
-        attempt = 0
+        attempt, cause = 0, None
         while True:
             attempt += 1
             try:
                 async with asyncio.timeout(deadline - time.monotonic()):
                     return await self._attempt(body, read)
             except TimeoutError:
-                raise self._too_late() from None
+                raise self._too_late(cause) from None
             except AttemptFailure as failure:
+                cause = f"{failure}, {attempt} attempts" if attempt > 1 else str(failure)
                 delay = delay_s(attempt, random.random())
                 out_of_time = time.monotonic() + delay >= deadline
                 if not failure.kind.is_retried or out_of_time:
-                    tries = f", {attempt} attempts" if attempt > 1 else ""
-                    raise PriorError(
-                        failure.kind.status, self.name, f"{failure}{tries}"
-                    ) from None
+                    raise PriorError(failure.kind.status, self.name, cause) from None
                 if attempt == 1:
                     logger.warning("%s: %s; trying again", self.name, failure)
                 self._metrics.retry()
