@@ -59,10 +59,10 @@ class ARClient:
         self._thread.join(timeout=5)
 
     async def _close(self) -> None:
-        current = asyncio.current_task()
-        for task in asyncio.all_tasks():
-            if task is not current:
-                task.cancel()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)  # or their futures stay pending
         if self._session is not None:
             await self._session.close()
 
