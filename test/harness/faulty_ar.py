@@ -28,12 +28,15 @@ class FaultyAR:
         silent_looks: whether it never answers them.
         probe_fault: a fault of the short requests that try it out, which count nowhere else.
         requests: bodies of the requests to /generate, in order.
+        may_answer: cleared, each request waits for it.
         gone: how many clients went away before their answer.
         architecture, model_path, weight_version: what it tells of its model.
         told: what it tells besides, or in place of that.
     """
 
-    def __init__(self, port: int = 0, *, architecture: str = GLM_IMAGE):
+    def __init__(
+        self, port: int = 0, *, architecture: str = GLM_IMAGE, honours_seeds: bool = True
+    ):
         self.architecture = architecture
         self.model_path = "/nowhere/ar"
         self.weight_version = "default"
@@ -43,12 +46,14 @@ class FaultyAR:
         self.failing_looks = 0
         self.silent_looks = False
         self.told: dict[str, Any] = {}
-        self.honours_seeds = True
+        self.honours_seeds = honours_seeds
         self.healthy = True
         self.requests: list[dict[str, Any]] = []
         self.sizes: list[int] = []
         self.waiting = self.most_waiting = self.gone = 0
         self.seconds = 0.0
+        self.may_answer = threading.Event()
+        self.may_answer.set()
         self.lock = threading.Lock()
         self.connections: set[socket.socket] = set()
         handler = type("Handler", (_Handler,), {"ar": self})
@@ -63,7 +68,8 @@ class FaultyAR:
     def reset(self) -> None:
         """Forget what was asked and how to fail."""
         self.faults, self.always, self.requests, self.sizes = [], None, [], []
-        self.waiting = self.most_waiting = self.gone = 0
+        self.most_waiting = self.gone = 0
+        self.may_answer.set()
         self.seconds, self.healthy, self.probe_fault = 0.0, True, None
         self.honours_seeds, self.failing_looks = True, 0
         self.silent_looks, self.told = False, {}
@@ -152,16 +158,16 @@ class _Handler(BaseHTTPRequestHandler):
             ar.waiting += 1
             ar.most_waiting = max(ar.waiting, ar.most_waiting)
             fault = ar.faults.pop(0) if ar.faults else ar.always
+        time.sleep(ar.seconds)
+        ar.may_answer.wait()
+        with ar.lock:  # before the answer: its client may ask again at once
+            ar.waiting -= 1
         try:
-            time.sleep(ar.seconds)
             meta = {"prompt_tokens": 9, "weight_version": ar.weight_version}
             good = {"output_ids": ar.ids(body), "meta_info": meta}
             (FAULTS[fault] if fault else _Handler.answer_json)(self, good)
         except OSError:
             ar.gone += 1
-        finally:
-            with ar.lock:
-                ar.waiting -= 1
 
     def answer_json(self, value: Any, status: int = 200) -> None:
         self.answer(status, json.dumps(value).encode())

@@ -32,11 +32,8 @@ def ar():
         yield server
 
 
-HASTY = {"connect_timeout_s": 0.5, "read_timeout_s": 0.6, "total_timeout_s": 1.5}
-
-
 def settings(ar, **changes):
-    """Long timeouts, so that a busy machine is no fault; `HASTY` ones for tests of timeouts."""
+    """Long timeouts, so that a busy machine is no fault."""
     patient = {"connect_timeout_s": 30, "read_timeout_s": 30, "total_timeout_s": 60}
     return PriorConfig(url=ar.url, **{**patient, **changes})
 
@@ -77,11 +74,9 @@ def service(ar, processor):
         yield started
 
 
-@pytest.fixture
-def hasty(ar, processor):
-    ar.reset()
-    with Service(ar, processor, **HASTY) as started:
-        yield started
+def three_attempts(monkeypatch):
+    """For a fourth one the total deadline leaves no time, however fast the machine is."""
+    monkeypatch.setattr(client, "delay_s", lambda attempt, _jitter: 0 if attempt < 3 else 3600)
 
 
 @pytest.mark.parametrize(
@@ -125,13 +120,15 @@ def test_what_would_only_repeat_is_not_tried_again(service, ar, fault, status, c
     service.ask().result()  # the next one is fine
 
 
-def test_silence_is_not_tried_again(hasty, ar):
+def test_silence_is_not_tried_again(ar, processor):
+    ar.reset()
     ar.faults = ["silent"]
-    with pytest.raises(PriorError, match=f"AR server {ar.url}: silent for 0.6 s") as error:
-        hasty.ask().result()
-    assert error.value.status == 504
-    assert len(ar.requests) == 1
-    hasty.ask().result()  # the next one is fine
+    with Service(ar, processor, read_timeout_s=4) as service:
+        with pytest.raises(PriorError, match=f"AR server {ar.url}: silent for 4 s") as error:
+            service.ask().result()
+        assert error.value.status == 504
+        assert len(ar.requests) == 1
+        service.ask().result()  # the next one is fine
 
 
 @pytest.mark.parametrize(
@@ -146,7 +143,7 @@ def test_silence_is_not_tried_again(hasty, ar):
 def test_no_attempt_begins_after_the_total_deadline(
     service, ar, monkeypatch, fault, status, cause
 ):
-    monkeypatch.setattr(client, "delay_s", lambda attempt, _jitter: 0 if attempt < 3 else 3600)
+    three_attempts(monkeypatch)
     ar.always = fault
     with pytest.raises(PriorError, match=f"AR server {ar.url}: .*({cause}).*, 3 at") as error:
         service.ask().result(timeout=300)
@@ -175,13 +172,14 @@ def test_an_attempt_ends_at_the_total_deadline(ar, processor, monkeypatch, fault
     assert error.value.status == 504
 
 
-def test_a_dead_server(processor):
+def test_a_dead_server(processor, monkeypatch):
+    three_attempts(monkeypatch)
     with FaultyAR() as gone:
         pass
-    with Service(gone, processor, **HASTY) as service, pytest.raises(PriorError) as error:
-        service.ask().result()
+    with Service(gone, processor) as service:
+        with pytest.raises(PriorError, match=f"AR server {gone.url}: .*, 3 attempts") as error:
+            service.ask().result()
     assert error.value.status == 502
-    assert gone.url in str(error.value)
 
 
 def test_slow_is_not_a_fault(service, ar):
@@ -199,7 +197,8 @@ def test_one_fault_is_one_requests(service, ar):
     assert len({str(future.result().token_ids_BL) for future in futures if not future.exception()})
 
 
-def test_a_bound_on_requests_in_flight_and_order(ar, processor):
+def test_a_bound_on_requests_in_flight_and_order(ar, processor, monkeypatch):
+    never_stale(monkeypatch)  # a request that looks at the server first lets others by
     ar.reset()
     ar.seconds = 0.2
     with Service(ar, processor, max_inflight=2) as service:
@@ -207,7 +206,8 @@ def test_a_bound_on_requests_in_flight_and_order(ar, processor):
             future.result()
     assert ar.most_waiting == 2
     seeds = [sent["sampling_params"]["sampling_seed"] for sent in ar.requests]
-    assert [seed // 2 for seed in seeds] == [seed // 2 for seed in range(9)]  # two race
+    assert sorted(seeds) == list(range(9))
+    assert all(abs(seed - turn) <= 1 for turn, seed in enumerate(seeds))  # two race
 
 
 def test_cancelling_hangs_up(service, ar):
@@ -266,7 +266,7 @@ def test_closing_ends_what_is_in_flight(ar, processor):
     future = service.ask()
     wait_until(lambda: ar.requests)
     service.service.close()
-    assert future.cancelled() or future.exception(timeout=60)
+    assert future.cancelled()
 
 
 # --- start-up ------------------------------------------------------------------------------------
@@ -335,10 +335,11 @@ def test_another_model_behind_the_url(service, ar, monkeypatch):
 
 
 def test_another_model_in_mid_request(service, ar):
-    ar.seconds = 1.0  # it is replaced within this time
+    ar.may_answer.clear()
     future = service.ask()
     wait_until(lambda: ar.requests)
     ar.replace("LlamaForCausalLM")
+    ar.may_answer.set()
     with pytest.raises(PriorError, match="serves some_model, not GLM"):
         future.result()
 
@@ -385,8 +386,7 @@ def test_a_server_that_was_started_again_is_tried_again(processor):
             future = service.ask(seed=2)
             # the first attempt may meet the old connection, the second meets nobody
             wait_until(lambda: service.service._metrics.retries >= 2)
-            with FaultyAR(old.port) as again:
-                again.honours_seeds = False
+            with FaultyAR(old.port, honours_seeds=False):
                 assert "ignores seeds" in future.result().warning
 
 
@@ -438,13 +438,12 @@ def test_a_router_with_a_server_that_writes_no_more(service, ar, monkeypatch, fa
     assert len(ar.requests) == 1
 
 
-def test_another_model_that_cannot_be_tried(ar, processor):
-    ar.reset()
-    with Service(ar, processor, total_timeout_s=3.0) as service:
-        ar.replace(model_path="/nowhere/larger")
-        ar.probe_fault = "500"
-        with pytest.raises(PriorError, match="16 tokens: answered 500|no answer within 3 s"):
-            service.ask().result()
+def test_another_model_that_cannot_be_tried(service, ar, monkeypatch):
+    three_attempts(monkeypatch)
+    ar.replace(model_path="/nowhere/larger")
+    ar.probe_fault = "500"
+    with pytest.raises(PriorError, match="16 tokens: answered 500, 3 attempts"):
+        service.ask().result()
 
 
 def test_tokens_of_the_cache_wait_for_no_silent_server(ar, processor, monkeypatch):
@@ -484,7 +483,8 @@ def test_a_context_that_cannot_be_read(service, ar, monkeypatch, data):
 
 
 def never_stale(monkeypatch):
-    """However slowly a test's requests come, they come within the times of `watch`."""
+    """However slowly a test's requests come, nothing is looked at or connected to again."""
+    monkeypatch.setattr(client, "_KEEP_ALIVE_S", 3600.0)
     for name in ("_FRESH_S", "_LOOK_EVERY_S"):
         monkeypatch.setattr(watch, name, 3600.0)
 
