@@ -85,6 +85,11 @@ def disconnect_after(server: Server, body: dict, seconds: float) -> None:
         time.sleep(seconds)
 
 
+def steps_run(path: Path) -> int:
+    """Shared steps in what `--schedule-trace` wrote so far."""
+    return sum(event["name"] == "step" for event in trace_events(path))
+
+
 def trace_events(path: Path) -> list[dict[str, Any]]:
     """What `--schedule-trace` wrote so far; a "decode" is written after its answer was sent."""
     lines, _, _unfinished = path.read_text().rpartition("\n")

@@ -31,12 +31,13 @@ def glm_recorded(glm, recording):
 
 @pytest.fixture(scope="session")
 def probed(glm, tmp_path_factory):
-    """A server with a trace, and a probe that fails or slows marked requests."""
+    """A server with a trace, and a probe that fails, slows or holds marked requests."""
     trace = tmp_path_factory.mktemp("trace") / "trace.json"
+    let_go = trace.with_name("let go")
     flags = ("--guidance-buckets", "8", "--schedule-trace", str(trace), "--enable-metrics")
-    environment = probe_environment(PROBE_SLOW="1", PROBE_FAIL="1")
+    environment = probe_environment(PROBE_SLOW="1", PROBE_FAIL="1", PROBE_HOLD=str(let_go))
     with Server(glm, *flags, *FP32_FLAGS, env=environment) as started:
-        started.trace = trace
+        started.trace, started.let_go = trace, let_go
         yield started
 
 

@@ -1,6 +1,7 @@
 """Faults of the AR server as a client sees them: one diffusion server beside a faulty one."""
 
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -21,8 +22,7 @@ def ar():
 def server(glm, ar):
     flags = (
         *("--guidance-buckets", "8", "--srt-encoder-url", ar.url, "--enable-metrics"),
-        *("--srt-encoder-connection-timeout", "1", "--srt-encoder-timeout", "2"),
-        *("--srt-encoder-total-timeout", "4"),
+        *("--srt-encoder-timeout", "5", "--srt-encoder-total-timeout", "10"),
     )
     with Server(glm, *flags, *FP32_FLAGS) as started:
         yield started
@@ -36,10 +36,10 @@ def well_again(ar, server):
 @pytest.mark.parametrize(
     ("fault", "status", "cause"),
     [
-        ("silent", 504, "silent for 2 s"),
-        ("trickle", 504, "no answer within 4 s in all"),
+        ("silent", 504, "silent for 5 s"),
+        ("trickle", 504, "no answer within 10 s in all"),
         ("half", 502, "ends half-way"),
-        ("reset", 502, ""),
+        ("reset", 502, "reset|disconnected"),
         ("too few ids", 502, "9 ids, wanted 260"),
         ("id out of range", 502, "id 128 is outside the codebook of 128"),
         ("html", 502, "not JSON but '<html>It works!</html>'"),
@@ -51,10 +51,11 @@ def test_the_client_is_told(server, ar, fault, status, cause):
     ar.always = fault
     with pytest.raises(HTTPFailure) as failure:
         server.generate(prompt=fault, seed=21)
-    assert failure.value.status == status
     detail = json.loads(failure.value.body)["detail"]
     assert detail.startswith(f"AR server {ar.url}: ")
-    assert cause in detail
+    assert re.search(cause, detail)
+    # on a busy machine the total deadline may come during an attempt, not before the next
+    assert failure.value.status == (504 if "in all" in detail else status)
     ar.always = None
     server.generate(prompt=fault, seed=21)
 
@@ -68,7 +69,7 @@ def test_the_client_is_told_by_upstreams_loop_too(glm, ar):
     with Server(glm, *flags, *FP32_FLAGS) as server:
         ar.reset()
         ar.faults = ["too few ids"]
-        ar.seconds = 0.3
+        ar.seconds = 1.0  # all that came during the first request are asked for within this time
         with ThreadPoolExecutor(5) as pool:
             asked = [pool.submit(server.generate, prompt=f"loop {i}") for i in range(5)]
         failures = [future.exception() for future in asked if future.exception()]
@@ -97,7 +98,7 @@ def degraded(ar, error: str) -> dict:
 
 
 def test_health_is_degraded_while_the_ar_server_is_dead(server, ar):
-    assert json.loads(server.get("/health")) == {"status": "ok"}
+    wait_for_health(server, {"status": "ok"})
     ar.healthy = False
     wait_for_health(server, degraded(ar, "answers 503"))
     ar.healthy = True
@@ -115,7 +116,7 @@ def test_a_seed_that_is_not_honoured_is_said(server, ar):
 def test_another_model_behind_the_url(server, ar):
     """The picture that is in the cache is still given."""
     known = pngs(server.generate(prompt="known", seed=23))
-    assert json.loads(server.get("/health")) == {"status": "ok"}
+    wait_for_health(server, {"status": "ok"})
     ar.replace("LlamaForCausalLM")
     with pytest.raises(HTTPFailure) as failure:
         server.generate(prompt="unknown", seed=23)

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from harness.batching import disconnect_after, trace_events
+from harness.batching import abandoned, trace_events
 from harness.processes import wait_until
 from harness.server import FP32_FLAGS, HTTPFailure, Server, pixels, pngs, source_image
 from harness.topology import Topology
@@ -93,10 +93,15 @@ def test_one_fault_is_one_requests(topology):
 
 
 @pytest.mark.parametrize("where", ["head", "alone"])
-def test_an_abandoned_request_leaves_the_ar_server(topology, alone, where):
+def test_an_abandoned_request_leaves_the_ar_server(topology, alone, ar_server, where):
     server = topology.head if where == "head" else alone
-    # some 5000 tokens take longer than that
-    disconnect_after(server, dict(prompt="nobody waits", size="2048x2048"), 1.0)
+
+    def begun() -> int:
+        return ar_server.log.read_text().count("Prefill batch")
+
+    before = begun()
+    with abandoned(server, dict(prompt="nobody waits", size="2048x2048")):  # some 5000 tokens
+        wait_until(lambda: begun() > before)
     wait_until(lambda: "aborted: its client is gone" in server.log.read_text())
 
 

@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 
 from harness.engine import FP32, Engine, Refused
-from harness.processes import HARNESS, free_ports, probe_environment, test_environment
+from harness.processes import (
+    HARNESS,
+    free_ports,
+    probe_environment,
+    test_environment,
+    wait_until,
+)
 from harness.server import (
     FP32_FLAGS,
     START_SECONDS,
@@ -81,13 +87,18 @@ def test_dynamic_batching_merges_equal_guidance_only(checkpoints):
 
         requests = [("front:3:1@0.5", 1), ("constant:1", 2), ("front:3:1@0.5", 3)]
         alone = [generate(*request) for request in requests]
-        with ThreadPoolExecutor() as pool:
-            together = list(pool.map(lambda request: generate(*request), requests))
-        for single, batched in zip(alone, together):
-            assert batched["guidance"] == single["guidance"]
-            difference = pixels(pngs(batched)[0]) - pixels(pngs(single)[0])
-            assert np.abs(difference).max() <= 1
-        assert "Processed dynamic batch of 2/4" in server.log.read_text()
+
+        def merged() -> bool:
+            """Whether the two came within the delay, which depends on the machine's other work."""
+            with ThreadPoolExecutor() as pool:
+                together = list(pool.map(lambda request: generate(*request), requests))
+            for single, batched in zip(alone, together):
+                assert batched["guidance"] == single["guidance"]
+                difference = pixels(pngs(batched)[0]) - pixels(pngs(single)[0])
+                assert np.abs(difference).max() <= 1
+            return "Processed dynamic batch of 2/4" in server.log.read_text()
+
+        wait_until(merged)
 
 
 def generate_command(model, tmp_path, *flags: str) -> list[str]:

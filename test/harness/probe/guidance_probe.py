@@ -9,8 +9,8 @@ Settings in the environment:
     PROBE_NO_SYNC: a step of a request whose prompt says "no sync" raises where it syncs the device.
     PROBE_FAIL: requests whose prompt says "fail in prepare", "row" or "decode" fail there; those
         that go on "on rank 1" fail on that rank alone.
-    PROBE_SLOW: requests whose prompt says "slow step" or "slow decode" take `SLOW_SECONDS` longer
-        there.
+    PROBE_SLOW: each step of requests whose prompt says "slow step" takes `SLOW_SECONDS` longer.
+    PROBE_HOLD: a file; requests whose prompt says "held decode" wait there until it exists.
     PROBE_SWAP: requests whose prompt says "swapped halves" get uncond for cond and cond for
         uncond from packed forwards.
     PROBE_BREAK_HOOK: hooks on a target that ends so cannot be applied, as if upstream had moved it.
@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 
 _calls = itertools.count()
-SLOW_SECONDS = {"step": 0.4, "decode": 2.0}
+SLOW_SECONDS = 0.4
 
 
 def register() -> None:
@@ -85,8 +85,9 @@ def register() -> None:
         HookRegistry.register(
             f"{stages}.denoising.DenoisingStage._run_denoising_step", slow_step, HookType.BEFORE
         )
+    if "PROBE_HOLD" in os.environ:
         HookRegistry.register(
-            f"{glm_image}.GlmImageDecodingStage.forward", slow_decode, HookType.BEFORE
+            f"{glm_image}.GlmImageDecodingStage.forward", hold_decode, HookType.BEFORE
         )
     if "PROBE_SWAP" in os.environ:
         HookRegistry.register(
@@ -196,14 +197,12 @@ def swap_halves(prediction, stage, *args, **kwargs):
     return torch.cat(prediction.chunk(2)[::-1])
 
 
-def _linger(batch, where: str) -> None:
-    if f"slow {where}" in str(batch.prompt) and not batch.is_warmup:
-        time.sleep(SLOW_SECONDS[where])
-
-
 def slow_step(stage, ctx, step, batch, *args, **kwargs) -> None:
-    _linger(batch, "step")
+    if "slow step" in str(batch.prompt) and not batch.is_warmup:
+        time.sleep(SLOW_SECONDS)
 
 
-def slow_decode(stage, batch, *args, **kwargs) -> None:
-    _linger(batch, "decode")
+def hold_decode(stage, batch, *args, **kwargs) -> None:
+    if "held decode" in str(batch.prompt):
+        while not os.path.exists(os.environ["PROBE_HOLD"]):
+            time.sleep(0.01)
