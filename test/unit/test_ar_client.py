@@ -164,7 +164,7 @@ def test_an_attempt_ends_at_the_total_deadline(ar, processor, monkeypatch, fault
     """Though something always arrives; what ended the attempts before is told."""
     monkeypatch.setattr(client, "delay_s", lambda _attempt, _jitter: 0)
     ar.reset()
-    ar.faults, ar.always = faults, "trickle"
+    ar.faults, ar.always = list(faults), "trickle"
     message = f"AR server {ar.url}: no answer within 5 s in all{before} .HTTP"
     with Service(ar, processor, total_timeout_s=5) as service:
         with pytest.raises(PriorError, match=message) as error:
