@@ -107,7 +107,8 @@ def test_decoding_leaves_the_loop(probed, solo_server):
 
 def test_shared_steps_keep_the_row_budget(probed):
     *others, last = mixed_requests()
-    together(probed, [*others, dict(last, prompt="slow step")])  # the others find it there
+    slow = dict(last, prompt="slow step")
+    together(probed, [slow, *others], every=0.1)  # the others come while it runs
     events = trace_events(probed.trace)
     steps = [event for event in events if event["name"] == "step"]
     assert max(event["args"]["samples"] for event in steps) >= 3
