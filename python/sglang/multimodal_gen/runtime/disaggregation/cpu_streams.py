@@ -5,6 +5,7 @@
 everything that upstream orders with streams has happened already.
 """
 
+import functools
 from contextlib import nullcontext
 from typing import Any
 
@@ -47,6 +48,9 @@ def use_cpu_streams() -> None:
         return
     get_device_module = torch.get_device_module
     streams = _CpuStreams(get_device_module())
-    torch.get_device_module = lambda device=None: (
-        streams if device is None else get_device_module(device)
-    )
+
+    @functools.wraps(get_device_module)  # torch.compile looks for what this cached function wraps
+    def module_or_streams(device: Any = None) -> Any:
+        return streams if device is None else get_device_module(device)
+
+    torch.get_device_module = module_or_streams
