@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from harness.batching import abandoned, trace_events
+from harness.batching import abandoned, steps_run, trace_events
 from harness.processes import wait_until
 from harness.server import FP32_FLAGS, HTTPFailure, Server, pixels, pngs, source_image
 from harness.topology import Topology
@@ -107,12 +107,9 @@ def test_an_abandoned_request_leaves_the_ar_server(topology, alone, ar_server, w
 
 def test_a_killed_denoiser_hands_its_request_on(topology):
     """The head deals requests out in turn; the other denoiser answers them all."""
-
-    def steps_of_second() -> int:
-        return sum(event["name"] == "step" for event in trace_events(topology.traces[1]))
-
-    before = steps_of_second()
-    while steps_of_second() == before:  # after it the first is next, then it again
+    second = topology.traces[1]
+    before = steps_run(second)
+    while steps_run(second) == before:  # after it the first is next, then it again
         topology.head.generate()
     # held back, so that it has not done with its own before it is killed
     topology.denoisers[1].pause()
