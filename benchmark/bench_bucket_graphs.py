@@ -5,8 +5,9 @@
     python benchmark/bench_bucket_graphs.py plot points.json -o bucket_graphs.svg
 
 `steps` serves MODEL from several engines side by side: upstream eagerly, upstream with its
-breakable graphs, this project without and with bucket graphs. Each round asks every configuration
-for a request of one image or of four (where one step takes four), in an order that rotates.
+breakable graphs, this project without and with bucket graphs; with --engines also both of these
+with the DiT's blocks compiled. Each round asks every configuration for a request of one image or of
+four (where one step takes four), in an order that rotates.
 Upstream runs the images of a GLM-Image request one after another, so its step of four images is
 four times its own per-step metric, with the device drained before and after
 (SGLANG_DIFFUSION_SYNC_STAGE_PROFILING=1). This project steps them together; its steps are timed by
@@ -34,6 +35,7 @@ from common import markdown_table, print_section
 QUOTED = 'a shop sign that says "open until late"'
 PLAIN = "a red cube on a table"
 SEED = 7
+COMPILED = {"enable_torch_compile": True, "regional_compile": True}
 _AHEAD = 3  # steps that the loop begins before it waits for the first
 
 
@@ -77,6 +79,12 @@ def steps(args: argparse.Namespace) -> None:
         ),
         "eager": lambda: Engine(args.model, bucket_graphs="off", **buckets, **options),
         "graphs": lambda: Engine(args.model, **graphs, **buckets, **options),
+        "compiled": lambda: Engine(
+            args.model, bucket_graphs="off", **COMPILED, **buckets, **options
+        ),
+        "graphs, compiled": lambda: Engine(
+            args.model, **COMPILED, **graphs, **buckets, **options
+        ),
     }
     starts = {name: start for name, start in starts.items() if name in args.engines}
     engines = {}
@@ -90,8 +98,8 @@ def steps(args: argparse.Namespace) -> None:
         for size in args.sizes:
             measure(engines, size, args)
     finally:
-        if "graphs" in engines:
-            print(_graph_table(engines["graphs"].log), flush=True)
+        for name in {"graphs", "graphs, compiled"} & set(engines):
+            print(_graph_table(engines[name].log), flush=True)
         for engine in engines.values():
             engine.close()
 
@@ -420,11 +428,12 @@ def parse_args() -> argparse.Namespace:
         )
         if name == "steps":
             engines = ["upstream", "upstream, breakable", "eager", "graphs"]
+            choices = [*engines, "compiled", "graphs, compiled"]
             command.add_argument("--steps", type=int, default=12)
             command.add_argument("--images", type=int, nargs="+", default=[1, 4])
             command.add_argument("--quoted", action="store_true", help="also quoted text")
             command.add_argument("--random-priors", action="store_true", help="run no AR model")
-            command.add_argument("--engines", nargs="+", choices=engines, default=engines)
+            command.add_argument("--engines", nargs="+", choices=choices, default=engines)
         else:
             command.add_argument("--mode", choices=["full", "breakable"], default="full")
             command.add_argument("--points", type=Path, help="JSON of what `plot` draws")

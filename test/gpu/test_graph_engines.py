@@ -10,10 +10,13 @@ from harness.engine import Engine
 pytestmark = pytest.mark.gpu
 
 CURVES = ["constant:4", "front:3:1@0.5", [2, 0, 1, 4, 0.5, 1]]
+QUICK = {"SGLANG_TORCH_COMPILE_MODE": "default"}  # tries no variants of kernels
+COMPILED = {"enable_torch_compile": True, "regional_compile": True}
 
 
+@pytest.mark.parametrize("compiled", [{}, COMPILED], ids=["plain", "compiled"])
 @pytest.mark.parametrize("family", ["glm-image", "sd3-medium"])
-def test_same_pictures(checkpoints, family):
+def test_same_pictures(checkpoints, family, compiled):
     options = {
         "guidance_buckets": 8,
         "attention_backend": "torch_sdpa",
@@ -24,8 +27,10 @@ def test_same_pictures(checkpoints, family):
         options["text_encoder_precisions"] = ("fp32",) * 3
     model = checkpoints[family]
     graphs = {"bucket_graphs": "full", "bucket_graph_resolutions": ["64x64"]}
+    if compiled:
+        graphs |= {"bucket_graph_rows": [1, 2, 4], "bucket_graph_text_lengths": [64]}
     with (
-        Engine(model, **options, **graphs) as engine,
+        Engine(model, env=QUICK, **options, **graphs, **compiled) as engine,
         Engine(model, bucket_graphs="off", **options) as eager,
     ):
         for curve in CURVES:
@@ -35,5 +40,5 @@ def test_same_pictures(checkpoints, family):
             assert np.abs(got.latents - wanted.latents).max() <= 2e-3 * np.abs(wanted.latents).max()
         log = engine.log.read_text()
     captured = re.search(r"(\d+) bucket graphs, ", log)
-    assert captured and int(captured[1]) >= 5
+    assert captured and int(captured[1]) >= 3
     assert "not replayed" not in log and "No graph for" not in log

@@ -84,6 +84,7 @@ def server_args(mode="auto", **changes):
     values = dict(
         bucket_graphs=BucketGraphConfig(mode=mode),
         enable_torch_compile=False,
+        regional_compile=False,
         quantization=None,
         transformer_weights_path=None,
         num_gpus=1,
@@ -100,7 +101,8 @@ def server_args(mode="auto", **changes):
         ({}, None),
         ({"num_gpus": 2, "dp_size": 2}, None),  # a replica of one rank
         ({"num_gpus": 4, "dp_size": 2}, "2 ranks a replica"),
-        ({"enable_torch_compile": True}, "--enable-torch-compile"),
+        ({"enable_torch_compile": True}, "without --regional-compile"),
+        ({"enable_torch_compile": True, "regional_compile": True}, None),
         ({"quantization": "fp8"}, "quantized"),
         ({"transformer_weights_path": "model.gguf"}, "quantized"),
         ({"is_dit_layerwise_offload_selected": True}, "weights move"),

@@ -38,3 +38,14 @@ def call_encoder_alone(_result: None, stage: Any, *_args, **_kwargs) -> None:
 
     if type(stage.text_encoder) is T5Model:
         stage.text_encoder.forward = stage.text_encoder.encoder.forward
+
+
+def name_regions(_stage: Any, module: Any) -> None:
+    """BEFORE DenoisingStage._maybe_torch_compile: what --regional-compile compiles.
+
+    Some families, GLM-Image among them, do not say which of their submodules repeat.
+    """
+    from sglang.multimodal_gen.configs.models.fsdp import is_blocks_or_transformer_blocks
+
+    if hasattr(module, "transformer_blocks") and not module._compile_conditions:
+        module._compile_conditions = [is_blocks_or_transformer_blocks]

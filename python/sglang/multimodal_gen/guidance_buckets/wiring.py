@@ -209,6 +209,13 @@ GUIDANCE_HOOKS = (
         "tensor parallel 4: a glyph encoder of 6 heads is loaded with a decoder that it has not",
     ),
     Hook(
+        f"{_GEN}.runtime.pipelines_core.stages.denoising.DenoisingStage._maybe_torch_compile",
+        "before",
+        "model_hooks:name_regions",
+        ("self", "module"),
+        "--regional-compile for families that do not name the blocks that repeat",
+    ),
+    Hook(
         f"{_GEN}.runtime.loader.component_loaders.vl_encoder_loader.VisionLanguageEncoderLoader"
         ".load_customized",
         "around",
