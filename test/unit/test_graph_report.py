@@ -115,6 +115,12 @@ def test_obstacles(changes, named):
     assert named is None or named in obstacles[0]
 
 
+def test_breakable_graphs_hold_no_compiled_code():
+    compiled = {"enable_torch_compile": True, "regional_compile": True}
+    (obstacle,) = build.settings_obstacles(server_args("breakable", **compiled))
+    assert obstacle.startswith("--enable-torch-compile ")
+
+
 @pytest.fixture
 def no_gpu(monkeypatch):
     monkeypatch.setattr(build, "current_platform", SimpleNamespace(is_cuda=lambda: False))

@@ -127,7 +127,6 @@ def test_other_roles_are_refused(attributes, message):
         (dict(use_fsdp_inference=True), "--use-fsdp-inference"),
         (dict(residency_mode=lambda component: "component-offload"), "an offloaded DiT"),
     ],
-    ids=str,
 )
 def test_what_several_samples_do_not_combine_with(attributes, message):
     check_server_args(server_args(**attributes))

@@ -38,7 +38,9 @@ _STATIC_METADATA = ("NoneType", "FlashAttentionMetadata")
 def settings_obstacles(server_args: Any) -> Iterator[str]:
     """What in a server's settings stands in the way of graphs."""
     if server_args.enable_torch_compile and not server_args.regional_compile:
-        yield "--enable-torch-compile without --regional-compile (slow to compile a whole DiT)"
+        yield "--enable-torch-compile without --regional-compile (not tested)"
+    elif server_args.enable_torch_compile and server_args.bucket_graphs.mode == "breakable":
+        yield "--enable-torch-compile (tested with full graphs only)"
     if server_args.quantization or server_args.transformer_weights_path:
         yield "a quantized DiT (not tested)"
     ranks = server_args.num_gpus // max(1, server_args.dp_size or 1)
