@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks that mend what upstream's models need on this host."""
+"""Hooks that mend what upstream's models lack."""
 
 from typing import Any
 
@@ -40,12 +40,17 @@ def call_encoder_alone(_result: None, stage: Any, *_args, **_kwargs) -> None:
         stage.text_encoder.forward = stage.text_encoder.encoder.forward
 
 
-def name_regions(_stage: Any, module: Any) -> None:
+def name_regions(stage: Any, module: Any) -> None:
     """BEFORE DenoisingStage._maybe_torch_compile: what --regional-compile compiles.
 
     Some families, GLM-Image among them, do not say which of their submodules repeat.
     """
+    from sglang.multimodal_gen.configs.guidance import guidance_is_on
     from sglang.multimodal_gen.configs.models.fsdp import is_blocks_or_transformer_blocks
 
-    if hasattr(module, "transformer_blocks") and not module._compile_conditions:
+    if (
+        guidance_is_on(stage.server_args)
+        and hasattr(module, "transformer_blocks")
+        and not getattr(module, "_compile_conditions", ())
+    ):
         module._compile_conditions = [is_blocks_or_transformer_blocks]
