@@ -15,6 +15,8 @@ import numpy as np
 from harness.processes import UPSTREAM_ONLY, free_ports, stop, tail, test_environment
 
 FP32 = {"dit_precision": "fp32", "vae_precision": "fp32"}
+COMPILED = {"enable_torch_compile": True, "regional_compile": True}
+QUICK_COMPILE = {"SGLANG_TORCH_COMPILE_MODE": "default"}  # tries no variants of kernels
 START_SECONDS = 480
 REQUEST_SECONDS = 300
 

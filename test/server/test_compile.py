@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from harness.engine import FP32, Engine
+from harness.engine import COMPILED, FP32, QUICK_COMPILE, Engine
 
 
 def test_compiled_blocks(glm, glm_split):
@@ -10,9 +10,8 @@ def test_compiled_blocks(glm, glm_split):
         dict(guidance_curve="front:3:1@0.5", num_inference_steps=4),  # two rows a step, then one
         dict(num_outputs_per_prompt=2, num_inference_steps=2),
     ]
-    compiled = {"enable_torch_compile": True, "regional_compile": True, "warmup_mode": "off"}
-    quick = {"SGLANG_TORCH_COMPILE_MODE": "default"}
-    with Engine(glm, guidance_buckets=8, env=quick, **compiled, **FP32) as engine:
+    options = {"guidance_buckets": 8, "warmup_mode": "off", **COMPILED, **FP32}
+    with Engine(glm, env=QUICK_COMPILE, **options) as engine:
         got = [engine.generate(seed=3, **request) for request in requests]
         log = engine.log.read_text()
     assert "Enabled regional torch.compile for 2 submodules in GlmImageTransformer2DModel" in log

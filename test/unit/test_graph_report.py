@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from harness.engine import COMPILED
 from sglang.multimodal_gen.configs.bucket_graphs import BucketGraphConfig
 from sglang.multimodal_gen.guidance_buckets.graph_flags import graph_arguments, graph_config
 from sglang.multimodal_gen.runtime.bucket_cuda_graph import build, report
@@ -102,7 +103,7 @@ def server_args(mode="auto", **changes):
         ({"num_gpus": 2, "dp_size": 2}, None),  # a replica of one rank
         ({"num_gpus": 4, "dp_size": 2}, "2 ranks a replica"),
         ({"enable_torch_compile": True}, "without --regional-compile"),
-        ({"enable_torch_compile": True, "regional_compile": True}, None),
+        (COMPILED, None),
         ({"quantization": "fp8"}, "quantized"),
         ({"transformer_weights_path": "model.gguf"}, "quantized"),
         ({"is_dit_layerwise_offload_selected": True}, "weights move"),
@@ -116,8 +117,7 @@ def test_obstacles(changes, named):
 
 
 def test_breakable_graphs_hold_no_compiled_code():
-    compiled = {"enable_torch_compile": True, "regional_compile": True}
-    (obstacle,) = build.settings_obstacles(server_args("breakable", **compiled))
+    (obstacle,) = build.settings_obstacles(server_args("breakable", **COMPILED))
     assert obstacle.startswith("--enable-torch-compile ")
 
 

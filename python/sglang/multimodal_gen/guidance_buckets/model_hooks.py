@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from sglang.multimodal_gen.configs.guidance import guidance_is_on
+
 
 def supply_cpu_ops(*_args, **_kwargs) -> None:
     """BEFORE CPUWorker.__init__."""
@@ -45,7 +47,6 @@ def name_regions(stage: Any, module: Any) -> None:
 
     Some families, GLM-Image among them, do not say which of their submodules repeat.
     """
-    from sglang.multimodal_gen.configs.guidance import guidance_is_on
     from sglang.multimodal_gen.configs.models.fsdp import is_blocks_or_transformer_blocks
 
     if (

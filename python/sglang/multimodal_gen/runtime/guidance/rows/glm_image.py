@@ -76,6 +76,7 @@ class GlmImageRowAdapter(RowAdapter):
     def _mask_attention(self, attention: torch.nn.Module) -> None:
         forward = attention.forward
 
+        # torch 2.14 cannot compile attention for varying shapes on a CPU
         @torch.compiler.disable
         def masked_forward(query, key, value, *args, **kwargs):
             if self._key_mask_BS is not None:
