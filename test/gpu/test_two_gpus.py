@@ -2,6 +2,7 @@
 
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -49,8 +50,11 @@ def test_each_data_parallel_replica_has_graphs_of_its_own(checkpoints):
         bucket_graph_resolutions=["64x64"],
     )
     with Engine(checkpoints["sd3-medium"], num_gpus=2, dp_size=2, **options) as engine:
-        pictures = [engine.generate(guidance_curve="constant:4").images for _ in range(4)]
-        assert all((picture == pictures[0]).all() for picture in pictures)
+        first, *others = [engine.generate(guidance_curve="constant:4") for _ in range(4)]
+        for other in others:
+            assert (other.latents == first.latents).all()
+            # upstream's VAE rounds a pixel otherwise on the other card
+            assert np.abs(other.images.astype(int) - first.images).max() <= 1
         log = engine.log.read_text()
     assert len(re.findall(r"\d+ bucket graphs, ", log)) == 2
     assert "No graph for" not in log

@@ -3,6 +3,7 @@
 import numpy as np
 
 from harness.engine import COMPILED, FP32, QUICK_COMPILE, Engine
+from harness.worker import Worker
 
 
 def test_compiled_blocks(glm, glm_split):
@@ -20,3 +21,17 @@ def test_compiled_blocks(glm, glm_split):
         assert one.guidance == other.guidance
         difference = np.abs(one.latents - other.latents).max()
         assert difference <= 1e-3 * np.abs(other.latents).max()
+
+
+def test_dit_is_not_offloaded_for_good(checkpoints):
+    """SGLang offloads it until a `forward` that the loop does not call."""
+    worker = Worker(
+        checkpoints["sd3-medium"],  # GLM-Image's DiT has no layers that SGLang offloads
+        guidance_buckets=8,
+        **COMPILED,
+        **FP32,
+    )
+    try:
+        assert not worker.stage.transformer.layerwise_offload_managers
+    finally:
+        worker.close()

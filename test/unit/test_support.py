@@ -5,8 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from sglang.multimodal_gen.configs.bucket_graphs import BucketGraphConfig
 from sglang.multimodal_gen.configs.pipeline_configs.glm_image import GlmImagePipelineConfig
 from sglang.multimodal_gen.configs.pipeline_configs.zimage import ZImagePipelineConfig
+from sglang.multimodal_gen.guidance_buckets.model_hooks import keep_dit_in_place
 from sglang.multimodal_gen.runtime.disaggregation.roles import RoleType
 from sglang.multimodal_gen.runtime.guidance.support import (
     GuidanceUnsupported,
@@ -92,6 +94,9 @@ def server_args(**attributes):
         batching_delay_ms=0,
         use_fsdp_inference=False,
         residency_mode=lambda component: "resident",
+        enable_torch_compile=False,
+        offload_during_compile=True,
+        is_arg_explicitly_set=lambda name: False,
     )
     return SimpleNamespace(**{**defaults, **attributes})
 
@@ -126,9 +131,29 @@ def test_other_roles_are_refused(attributes, message):
         (dict(batching_delay_ms=5), "it batches by itself"),
         (dict(use_fsdp_inference=True), "--use-fsdp-inference"),
         (dict(residency_mode=lambda component: "component-offload"), "an offloaded DiT"),
+        (
+            dict(enable_torch_compile=True, is_arg_explicitly_set=lambda name: True),
+            "--offload-during-compile",
+        ),
     ],
 )
 def test_what_several_samples_do_not_combine_with(attributes, message):
     check_server_args(server_args(**attributes))
     with pytest.raises(GuidanceUnsupported, match=message):
         check_server_args(server_args(max_running_samples=8, **attributes))
+
+
+@pytest.mark.parametrize(
+    ("attributes", "decision"),
+    [
+        (dict(max_running_samples=8), False),
+        (dict(max_running_samples=8, guidance_buckets=None), None),
+        (dict(bucket_graphs=BucketGraphConfig(mode="auto")), False),
+        (dict(bucket_graphs=BucketGraphConfig(mode="off")), None),
+        (dict(is_arg_explicitly_set=lambda name: True), None),  # so graphs are refused
+    ],
+)
+def test_where_a_dit_is_not_offloaded_while_it_compiles(attributes, decision):
+    args = dict(guidance_buckets=8, bucket_graphs=BucketGraphConfig(mode="auto"))
+    args = server_args(enable_torch_compile=True, **{**args, **attributes})
+    assert keep_dit_in_place(True, SimpleNamespace(server_args=args)) is decision

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from sglang.multimodal_gen.configs.guidance import guidance_is_on
+from sglang.multimodal_gen.runtime.guidance.support import offloads_during_compile
 
 
 def supply_cpu_ops(*_args, **_kwargs) -> None:
@@ -55,3 +56,15 @@ def name_regions(stage: Any, module: Any) -> None:
         and not getattr(module, "_compile_conditions", ())
     ):
         module._compile_conditions = [is_blocks_or_transformer_blocks]
+
+
+def keep_dit_in_place(_owns: bool, stage: Any) -> bool | None:
+    """AFTER DenoisingStage._owns_compile_warmup_lifecycle.
+
+    SGLang offloads a DiT layer by layer until it has compiled, and brings it back in the stage's
+    `forward`. The loop steps without `forward`, and bucket graphs are captured before any.
+    """
+    args = stage.server_args
+    if not guidance_is_on(args) or offloads_during_compile(args):
+        return None  # as upstream decided
+    return False if args.max_running_samples or args.bucket_graphs.mode != "off" else None

@@ -216,6 +216,14 @@ GUIDANCE_HOOKS = (
         "--regional-compile for families that do not name the blocks that repeat",
     ),
     Hook(
+        f"{_GEN}.runtime.pipelines_core.stages.denoising.DenoisingStage"
+        "._owns_compile_warmup_lifecycle",
+        "after",
+        "model_hooks:keep_dit_in_place",
+        ("self",),
+        "no --offload-during-compile where nothing would end it",
+    ),
+    Hook(
         f"{_GEN}.runtime.loader.component_loaders.vl_encoder_loader.VisionLanguageEncoderLoader"
         ".load_customized",
         "around",

@@ -18,7 +18,10 @@ from sglang.multimodal_gen.runtime.bucket_cuda_graph.recorder import (
     Recorder,
 )
 from sglang.multimodal_gen.runtime.bucket_cuda_graph.report import log_graphs, publish_graphs
-from sglang.multimodal_gen.runtime.guidance.support import GuidanceUnsupported
+from sglang.multimodal_gen.runtime.guidance.support import (
+    GuidanceUnsupported,
+    offloads_during_compile,
+)
 from sglang.multimodal_gen.runtime.managers.forward_context import set_forward_context
 from sglang.multimodal_gen.runtime.platforms import current_platform
 from sglang.multimodal_gen.runtime.utils.logging_utils import init_logger
@@ -41,6 +44,8 @@ def settings_obstacles(server_args: Any) -> Iterator[str]:
         yield "--enable-torch-compile without --regional-compile (not tested)"
     elif server_args.enable_torch_compile and server_args.bucket_graphs.mode == "breakable":
         yield "--enable-torch-compile (tested with full graphs only)"
+    if offloads_during_compile(server_args):
+        yield "--offload-during-compile (the DiT's weights move until the first request)"
     if server_args.quantization or server_args.transformer_weights_path:
         yield "a quantized DiT (not tested)"
     ranks = server_args.num_gpus // max(1, server_args.dp_size or 1)

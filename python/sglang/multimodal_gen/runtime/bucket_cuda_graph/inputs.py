@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ class GraphSample:
     scale: float
     branches: dict[str, BranchKwargs]
 
-    @property
+    @cached_property
     def rows(self) -> SampleRows:
         return SampleRows(self.serial, len(self.latents), tuple(self.branches))
 
@@ -102,7 +103,7 @@ class StaticInputs:
 
     def load(self, samples: Sequence[GraphSample], rows: int) -> None:
         """Refresh everything that a bucket of `rows` rows reads."""
-        sizes = [len(sample.latents) for sample in samples]
+        sizes = [sample.rows.images for sample in samples]
         if not self.holds(samples, rows):
             mapped = tuple(sample.rows for sample in samples), rows
             # until all of it is there, nothing is known to be

@@ -405,7 +405,7 @@ def take(
     branches: bool = False,
 ) -> list[Prediction]:
     """Each sample's part of the outputs, out of the way of the next replay."""
-    sizes = [len(sample.latents) for sample in samples]
+    sizes = [sample.rows.images for sample in samples]
     wanted = [graph.combined.clone()]
     if branches:
         wanted += inputs.branch_rows(graph.rows_out)

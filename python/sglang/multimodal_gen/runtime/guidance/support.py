@@ -53,7 +53,18 @@ def loop_obstacles(server_args: Any) -> list[str]:
         obstacles.append("--use-fsdp-inference (weights would be gathered for each step)")
     elif server_args.residency_mode("transformer") != RESIDENT:
         obstacles.append("an offloaded DiT (it would be moved for each step)")
+    if offloads_during_compile(server_args):
+        obstacles.append("--offload-during-compile (it would last for good)")
     return obstacles
+
+
+def offloads_during_compile(server_args: Any) -> bool:
+    """Whether the DiT was asked by name to be offloaded while it compiles: SGLang's default."""
+    return bool(
+        server_args.enable_torch_compile
+        and server_args.offload_during_compile
+        and server_args.is_arg_explicitly_set("offload_during_compile")
+    )
 
 
 def check_stepwise(stages: list[Any]) -> None:
