@@ -46,11 +46,10 @@ def random_samples(graphs, bucket, rows: int, seed: int):
                 timestep_B=random(1).abs() * 300 + 1,
                 scale=scale,
                 branches={
-                    name: graphs.adapter.example(
-                        shape.latent_shape,
+                    name: graphs.example(
+                        shape,
                         # the uncond text of a masked sample is shorter
                         length if name == "cond" or not shape.masked else 1,
-                        graphs.dtype,
                         generator,
                     )
                     for name in names

@@ -27,6 +27,7 @@ from sglang.multimodal_gen.runtime.platforms import current_platform
 from sglang.multimodal_gen.runtime.utils.logging_utils import init_logger
 from sglang.multimodal_gen.runtime.utils.precision import (
     autocast_context,
+    resolve_component_precision,
     resolve_precision,
 )
 
@@ -137,6 +138,7 @@ def make_graphs(
         config=server_args.bucket_graphs,
         guidance_rows=server_args.guidance_rows,
         dtype=dtype,
+        text_dtypes=_text_dtypes(server_args),
         device=next(stage.transformer.parameters()).device,
         forward=_forward_of(stage, server_args, dtype, context),
         context=context,
@@ -144,6 +146,12 @@ def make_graphs(
         recorder=recorder,
         budget_bytes=budget_bytes,
     )
+
+
+def _text_dtypes(server_args: Any) -> list[torch.dtype]:
+    count = len(server_args.pipeline_config.text_encoder_precisions)
+    names = ["text_encoder", *(f"text_encoder_{index}" for index in range(2, count + 1))]
+    return [resolve_component_precision(server_args, name) for name in names[:count]]
 
 
 def _context_of(stage: Any) -> Callable[[], AbstractContextManager]:

@@ -27,6 +27,7 @@ from sglang.multimodal_gen.runtime.bucket_cuda_graph.graph import (
 from sglang.multimodal_gen.runtime.bucket_cuda_graph.inputs import GraphSample, StaticInputs
 from sglang.multimodal_gen.runtime.bucket_cuda_graph.recorder import Recorder
 from sglang.multimodal_gen.runtime.guidance.rows import RowAdapter, rows_pack
+from sglang.multimodal_gen.runtime.guidance.rows.base import BranchKwargs
 from sglang.multimodal_gen.runtime.utils.logging_utils import init_logger
 
 logger = init_logger(__name__)
@@ -63,6 +64,7 @@ class BucketGraphs:
         config: BucketGraphConfig,
         guidance_rows: str,
         dtype: torch.dtype,
+        text_dtypes: Sequence[torch.dtype],
         device: torch.device,
         forward: Callable[[StaticInputs, int], tuple[torch.Tensor, torch.Tensor]],
         context: Callable[[], AbstractContextManager],
@@ -74,6 +76,7 @@ class BucketGraphs:
         Args:
             guidance_rows: ``--guidance-rows``.
             dtype: of the DiT and of the latents that go into it.
+            text_dtypes: of what each text encoder gives.
             forward: static inputs and a row count to the prediction of each row and the combine.
             context: entered around a replay, as `forward` enters it around its forward.
             mount: puts the kernel fusions of a quality level on the DiT.
@@ -82,6 +85,7 @@ class BucketGraphs:
         self.config = config
         self.guidance_rows = guidance_rows
         self.dtype = dtype
+        self.text_dtypes = text_dtypes
         self.device = device
         self.forward = forward
         self.context = context
@@ -230,7 +234,9 @@ class BucketGraphs:
         inputs = self._inputs[shape]
         if not inputs.holds(samples, bucket_rows):
             for refusal in filter(None, map(inputs.refusal, samples)):
-                logger.warning("Bucket graph %s not replayed: %s", graph.bucket.label, refusal)
+                logger.warning_once(
+                    "Bucket graph %s not replayed: %s", graph.bucket.label, refusal
+                )
                 return self._miss("other inputs")
         try:
             inputs.load(samples, bucket_rows)
@@ -313,10 +319,6 @@ class BucketGraphs:
             return torch.randn(shape, generator=generator, device=self.device)
 
         shape = bucket.shape
-
-        def example(length: int) -> dict:
-            return self.adapter.example(shape.latent_shape, length, self.dtype, generator)
-
         samples, rows = [], 0
         while rows < bucket.rows:
             names = ("uncond", "cond") if bucket.rows - rows > 1 else ("cond",)
@@ -331,11 +333,22 @@ class BucketGraphs:
                     latents=random(1, *shape.latent_shape).to(self.dtype),
                     timestep_B=random(1).abs() * 300 + 1,
                     scale=1.5 + rows if len(names) > 1 else 1.0,
-                    branches={name: example(n) for name, n in zip(names, lengths)},
+                    branches={
+                        name: self.example(shape, length, generator)
+                        for name, length in zip(names, lengths)
+                    },
                 )
             )
             rows += len(names)
         return samples
+
+    def example(
+        self, shape: GraphShape, text_length: int, generator: torch.Generator
+    ) -> BranchKwargs:
+        """Random conditioning of one image, as requests of this server bring it."""
+        return self.adapter.example(
+            shape.latent_shape, text_length, self.dtype, self.text_dtypes, generator
+        )
 
     def _make_room(self, activations: int, spare: int | None) -> None:
         own = max((graph.own_bytes for graph in self.graphs.values()), default=0)

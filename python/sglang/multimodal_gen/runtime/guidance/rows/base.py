@@ -63,7 +63,15 @@ class RowAdapter(ABC):
         return len({self.text_of(kwargs).shape[1] for kwargs in groups}) > 1
 
     def pack(self, groups: Sequence[BranchKwargs]) -> PackedRows:
-        """Stack the groups' conditioning in their order."""
+        """Stack the groups' conditioning in their order, as it is.
+
+        A step's autocast would refuse to join tensors of a third precision (bf16 DiT, fp16 text).
+        """
+        device_type = self.text_of(groups[0]).device.type
+        with torch.autocast(device_type, enabled=False):
+            return self._pack(groups)
+
+    def _pack(self, groups: Sequence[BranchKwargs]) -> PackedRows:
         length = max(self.text_of(kwargs).shape[1] for kwargs in groups)
         mask_BL = self._text_mask(groups, length)
         texts = [pad_text(self.text_of(kwargs), length) for kwargs in groups]
@@ -97,6 +105,7 @@ class RowAdapter(ABC):
         latent_shape: tuple[int, ...],
         text_length: int,
         dtype: torch.dtype,
+        text_dtypes: Sequence[torch.dtype],
         generator: torch.Generator,
     ) -> BranchKwargs:
         """Random conditioning of one image, in the shapes and dtypes of a request's.
@@ -104,6 +113,7 @@ class RowAdapter(ABC):
         Args:
             latent_shape: of one image, without the batch dimension.
             dtype: of the DiT.
+            text_dtypes: of what each text encoder gives.
             generator: on the DiT's device; the default generator stays as it is.
         """
         raise NotImplementedError

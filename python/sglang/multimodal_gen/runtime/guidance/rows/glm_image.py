@@ -48,6 +48,7 @@ class GlmImageRowAdapter(RowAdapter):
         latent_shape: tuple[int, ...],
         text_length: int,
         dtype: torch.dtype,
+        text_dtypes: Sequence[torch.dtype],  # upstream casts the glyph text to the DiT's
         generator: torch.Generator,
     ) -> BranchKwargs:
         device = generator.device
