@@ -6,14 +6,17 @@ import numpy as np
 import pytest
 
 from harness.engine import COMPILED, QUICK_COMPILE, Engine
+from harness.graphs import graph_metric
+from harness.server import Server
 
 pytestmark = pytest.mark.gpu
 
 CURVES = ["constant:4", "front:3:1@0.5", [2, 0, 1, 4, 0.5, 1]]
+FAMILIES = ["glm-image", "sd3-medium"]
 
 
 @pytest.mark.parametrize("compiled", [{}, COMPILED], ids=["plain", "compiled"])
-@pytest.mark.parametrize("family", ["glm-image", "sd3-medium"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_same_pictures(checkpoints, family, compiled):
     options = {
         "guidance_buckets": 8,
@@ -42,3 +45,17 @@ def test_same_pictures(checkpoints, family, compiled):
     captured = re.search(r"(\d+) bucket graphs, ", log)
     assert captured and int(captured[1]) >= (3 if compiled else 5)
     assert "not replayed" not in log
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_own_precisions(checkpoints, family):
+    """A server as its family sets it: every step replays."""
+    with Server(
+        checkpoints[family],
+        *("--guidance-buckets", "8", "--attention-backend", "torch_sdpa", "--enable-metrics"),
+        *("--bucket-graphs", "full", "--bucket-graph-resolutions", "64x64"),
+    ) as server:
+        for curve in ("constant:4", "front:3:1@0.5"):
+            assert server.generate(guidance_curve=curve)["data"]
+        assert sum(graph_metric(server, "replays").values()) == 12
+        assert not graph_metric(server, "misses")
