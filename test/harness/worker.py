@@ -84,12 +84,14 @@ class Worker:
         return sample
 
     def denoise(self, *requests: dict[str, Any]) -> list:
-        """Final latents of requests that advance together; each leaves when it is done."""
+        """Final latents of requests; those that may share a forward advance together."""
         samples = [self.prepare(**fields) for fields in requests]
-        running = list(samples)
-        while running:
-            self.runner.advance(running, key=None)
-            running = [sample for sample in running if not sample.done]
+        while running := [sample for sample in samples if not sample.done]:
+            groups: dict[Any, list] = {}
+            for sample in running:
+                groups.setdefault(sample.share_key or sample.run.serial, []).append(sample)
+            for group in groups.values():
+                self.runner.advance(group, key=None)
         return [sample.ctx.latents.clone() for sample in samples]
 
     def set_lora(self, nickname: str, path: Path) -> bool:

@@ -330,17 +330,19 @@ class BucketScheduler:
     def _advance(self, group: list[Running], before: list[int]) -> None:
         try:
             self._charge(self.runner.advance([r.sample for r in group], group[0].key))
+            return
         except Exception as error:
             if not self.alone:
                 # the other ranks may be inside this step's collectives
                 raise _FatalDistributedForward(f"a step failed: {error!r}") from error
             logger.error("A step of %d samples failed: %s", len(group), error, exc_info=True)
-            self._advance_one_by_one(group, before)
+        # only now, without the error, which holds the tensors of the failed step
+        self._advance_one_by_one(group, before)
 
     def _advance_one_by_one(self, group: list[Running], before: list[int]) -> None:
         """After a shared step that failed: only a sample that fails again gets the error."""
         self.agreed = None
-        self.runner.stage.forget_packed()
+        self.runner.drop_leftovers()
         for running, step in zip(group, before):
             if running.sample.step > step or running.number not in self.running:
                 continue

@@ -13,6 +13,10 @@ import torch
 
 from sglang.multimodal_gen import envs
 from sglang.multimodal_gen.runtime.bucket_cuda_graph import publish_graphs
+from sglang.multimodal_gen.runtime.distributed.device_communicators.ipc_a2a import IPC_A2A
+from sglang.multimodal_gen.runtime.distributed.device_communicators.ipc_a2a_multi import (
+    IPC_A2A_MULTI,
+)
 from sglang.multimodal_gen.runtime.distributed.parallel_state import get_replica_group
 from sglang.multimodal_gen.runtime.guidance.agreement import (
     AGREE_SECONDS,
@@ -83,6 +87,9 @@ class SampleRunner:
         """
         if self.worker.is_sleeping():
             raise RuntimeError("Server is sleeping. Call resume_memory_occupation first.")
+        # as upstream at each request: an exchange that timed out has left incomplete data
+        IPC_A2A.check_timeout()
+        IPC_A2A_MULTI.check_timeout()
         request_gc.collect_after_warmup()
         if len(requests) > 1:
             self.worker._validate_group_forward_reqs(requests)
@@ -146,6 +153,12 @@ class SampleRunner:
             charges.append((older_key, time.monotonic() - start))
         return charges
 
+    def drop_leftovers(self) -> None:
+        """Of a step that failed, perhaps for want of memory."""
+        self.stage.forget_packed()
+        if not current_platform.is_cpu():
+            torch.get_device_module().empty_cache()
+
     def capture_graph(self) -> bool:
         """At an idle moment: capture the bucket that most of the traffic misses, if any."""
         graphs = self.stage.graphs
@@ -171,6 +184,7 @@ class SampleRunner:
         if self._decodes_beside and not _is_measured(req):
             self._finish_beside(running, answer)
         else:
+            self.drain()  # the VAE decodes one picture at a time
             self._finish_here(running, answer)
 
     def _finish_beside(self, running: Running, answer: Answer) -> None:

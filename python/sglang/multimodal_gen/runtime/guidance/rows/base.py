@@ -38,6 +38,7 @@ class RowAdapter(ABC):
     stacked: ClassVar[frozenset[str]] = frozenset()  # [images, ...] tensors
     shared: ClassVar[frozenset[str]] = frozenset()  # the same for all rows of a forward
     ignored: ClassVar[frozenset[str]] = frozenset()  # accepted by the forward and not used
+    masks: ClassVar[frozenset[str]] = frozenset()  # those of them that mask text
 
     can_mask: bool = True  # whether padded text can be masked in this layout of ranks
 
@@ -57,6 +58,11 @@ class RowAdapter(ABC):
             if extra := sorted(given - known):
                 return f"{self.dit_class} rows with {', '.join(extra)} cannot be packed"
         return None
+
+    def for_images(self, kwargs: BranchKwargs, images: int) -> BranchKwargs:
+        """Conditioning with an entry for each image, also where all of them share one tensor."""
+        names = (self.stacked | self.masks | {self.text}) & kwargs.keys()
+        return kwargs | {name: _expand(kwargs[name], images) for name in names}
 
     def needs_mask(self, groups: Sequence[BranchKwargs]) -> bool:
         """Whether the groups' texts differ in length, so that packing them means padding."""
@@ -154,6 +160,14 @@ class RowAdapter(ABC):
 def pad_text(text_BLD: torch.Tensor, length: int) -> torch.Tensor:
     """Zero text tokens at the end, up to `length`."""
     return torch.nn.functional.pad(text_BLD, (0, 0, 0, length - text_BLD.shape[1]))
+
+
+def _expand(value: Any, images: int) -> Any:
+    if isinstance(value, torch.Tensor) and value.ndim and len(value) == 1:
+        return value.expand(images, *value.shape[1:])
+    if isinstance(value, (list, tuple)):
+        return type(value)(_expand(entry, images) for entry in value)
+    return value
 
 
 def _stack(name: str, values: list[Any]) -> Any:

@@ -15,7 +15,7 @@ from sglang.multimodal_gen.runtime.guidance.rows.base import (
 
 class SanaRowAdapter(RowAdapter):
     dit_class = "SanaTransformer2DModel"
-    shared = frozenset({"encoder_attention_mask"})
+    shared = masks = frozenset({"encoder_attention_mask"})
     # its forward takes any keyword; these are what other families read
     ignored = frozenset({"encoder_hidden_states_mask"})
 

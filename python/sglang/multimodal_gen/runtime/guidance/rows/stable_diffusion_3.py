@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stable Diffusion 3 rows: the text always fills its length, so nothing is ever masked."""
+"""Stable Diffusion 3 rows: its attention takes no mask, so texts of one length share a forward."""
 
 from collections.abc import Sequence
 from functools import reduce
@@ -12,6 +12,7 @@ from sglang.multimodal_gen.runtime.guidance.rows.base import BranchKwargs, RowAd
 class StableDiffusion3RowAdapter(RowAdapter):
     dit_class = "SD3Transformer2DModel"
     stacked = frozenset({"pooled_projections"})
+    can_mask = False
     in_graphs = True
     unpadded_text_length = 77 + 256  # CLIP's tokens and T5's
     pads_text = False

@@ -93,6 +93,11 @@ class BucketizedDenoisingMixin:
             plan = BucketPlan.from_dict(batch.extra[PLAN_KEY])
             refusal = _plan_refusal(plan, ctx)
             super()._before_denoising_loop(ctx, batch, server_args)
+            if self.row_adapter is not None:
+                for branch in ctx.cfg_policy.branches:
+                    branch.kwargs.update(
+                        self.row_adapter.for_images(branch.kwargs, len(ctx.latents))
+                    )
             sample = plan.samples[0]
             ctx.extra[RUN_KEY] = GuidedRun(
                 schedule=GuidanceSchedule(bucket_ids=sample.bucket_ids, scales=sample.scales),

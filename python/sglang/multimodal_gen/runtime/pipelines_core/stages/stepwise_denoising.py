@@ -156,6 +156,8 @@ class StepwiseDenoisingMixin(BucketizedDenoisingMixin):
             server_args.guidance_rows, refusal=None, masked=True, image_tokens=image_tokens
         )
         return (
+            # packed latents of a picture and of one on its side have one shape
+            (batch.width, batch.height),
             tuple(ctx.latents.shape[1:]),
             ctx.latents.dtype,
             ctx.target_dtype,
