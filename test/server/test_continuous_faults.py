@@ -64,6 +64,7 @@ def test_control_requests_between_the_steps(probed, server):
         running = pool.submit(probed.generate, **long)
         wait_until(lambda: steps_run(probed.trace) > before)
         probed.get("/v1/list_loras")
+        assert json.loads(probed.get("/stats"))["status"] == "ok"
         assert steps_run(probed.trace) < before + steps
         assert probed.post("/get_weights_checksum", {})
         assert steps_run(probed.trace) == before + steps

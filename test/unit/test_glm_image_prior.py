@@ -75,7 +75,7 @@ def body(ids, **meta):
 
 def test_the_preview_is_skipped_and_the_end_is_ignored():
     tokens = answer.read_answer(
-        body([1, 2, 3, 4, 5, 99], prompt_tokens=7, completion_tokens=6), WANTED
+        body([99, 2, 3, 4, 5, 99], prompt_tokens=7, completion_tokens=6), WANTED
     )
     assert tokens.codes == (3, 4, 5)
     assert tokens.usage["total_tokens"] == 13

@@ -42,7 +42,12 @@ class BucketDenoiser(BucketScheduler):
             # the head saves and encodes; pixels go back to it
             req.save_output = False
             req.return_file_paths_only = False
-            outputs = _expand_glm_distributed_outputs(req)
+            try:
+                outputs = _expand(req)
+            except Exception as error:
+                logger.error("Request %s has no outputs", req.request_id, exc_info=True)
+                self._refuse(req.request_id, error)
+                continue
             identity = req.request_id.encode()
             self._enqueue(identity, outputs if len(outputs) > 1 else outputs[0])
 
@@ -66,8 +71,12 @@ class BucketDenoiser(BucketScheduler):
             except Exception as error:
                 logger.error("A request of the head cannot be read", exc_info=True)
                 if fields:
-                    self._send({}, {"request_id": request_id, "error": str(error)})
+                    self._refuse(request_id, error)
         return requests
+
+    def _refuse(self, request_id: str, error: Exception) -> None:
+        if self.decides:
+            self._send({}, {"request_id": request_id, "error": str(error)})
 
     def _wait(self) -> None:
         self.runner.stage.forget_packed()
@@ -108,3 +117,12 @@ class BucketDenoiser(BucketScheduler):
     def _send(self, tensors: dict[str, Any], fields: dict[str, Any]) -> None:
         with self.scheduler._socket_lock:
             send_tensors(self.scheduler._pool_result_push, tensors, fields)
+
+
+def _expand(req: Req) -> list[Req]:
+    """One request for each of its images; upstream makes each anew from its sampling params."""
+    outputs = _expand_glm_distributed_outputs(req)
+    for output in outputs:
+        output.do_classifier_free_guidance = req.do_classifier_free_guidance
+        output.metrics.warnings = getattr(req.metrics, "warnings", None)
+    return outputs

@@ -20,7 +20,10 @@ import torch.distributed as dist
 import zmq
 
 from sglang.multimodal_gen.runtime.distributed.parallel_state import get_replica_group
-from sglang.multimodal_gen.runtime.entrypoints.control_requests import ListLorasReq
+from sglang.multimodal_gen.runtime.entrypoints.control_requests import (
+    GetDisaggStatsReq,
+    ListLorasReq,
+)
 from sglang.multimodal_gen.runtime.guidance.abort import AbortReq
 from sglang.multimodal_gen.runtime.guidance.agreement import PlanMismatch, agree_on_plan
 from sglang.multimodal_gen.runtime.guidance.metrics import LoopMetrics
@@ -52,6 +55,7 @@ logger = init_logger(__name__)
 IDLE_SECONDS = 1.0  # a new request ends the wait
 BUSY_SECONDS = 0.001  # something that no socket tells of is on its way
 _PRIOR_SECONDS = 0.005  # little beside the time of an AR model, whose host this may be
+_READING = (ListLorasReq, GetDisaggStatsReq, dict)  # a dict is a client's ping
 _MAX_RECEIVE_ERRORS = 3  # in a row, as upstream
 
 
@@ -187,7 +191,7 @@ class BucketScheduler:
         for index, (_, item, _) in enumerate(self.waiting):
             if not joins(item):
                 # what changes the weights waits for the running samples and holds the others back
-                reads = requests_of(item) or isinstance(item, ListLorasReq)
+                reads = requests_of(item) or isinstance(item, _READING)
                 if reads or (index == 0 and not self.running):
                     return Decision(action="dispatch", waiting_index=index)
                 return None

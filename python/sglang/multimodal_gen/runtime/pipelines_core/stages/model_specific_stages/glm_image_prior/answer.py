@@ -68,9 +68,11 @@ def read_answer(body: bytes, wanted: Wanted) -> PriorTokens:
     needed = wanted.skipped + wanted.tokens
     if len(codes) < needed:
         raise _wrong(f"{len(codes)} ids, wanted {needed}")
-    _check_codes(codes[:needed], wanted.codebook)
+    # nobody uses the preview, and the AR model can draw ids there that are no codes
+    codes = codes[wanted.skipped : needed]
+    _check_codes(codes, wanted.codebook)
     return PriorTokens(
-        codes=tuple(codes[wanted.skipped : needed]),
+        codes=tuple(codes),
         source_codes=_source_codes(meta, wanted),
         usage=_usage(meta),
         weight_version=meta.get("weight_version"),
