@@ -2,6 +2,7 @@
 
 import re
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -16,6 +17,19 @@ def prefer_replays(graphs) -> None:
     """Make the cost rule pad whatever a graph holds."""
     for graph in graphs.graphs.values():
         graph.cost = Cost(replay_ms=1e-3, eager_ms=float(graph.bucket.rows))
+
+
+def install_eager_graphs(worker):
+    """Graphs of every declared bucket in a worker's stage, by a recorder that runs eagerly."""
+    from sglang.multimodal_gen.runtime.bucket_cuda_graph.build import capture_declared, make_graphs
+    from sglang.multimodal_gen.runtime.bucket_cuda_graph.recorder import EagerRecorder
+
+    graphs = make_graphs(worker.stage, worker.server_args, EagerRecorder(), 2**30)
+    graphs.config = replace(graphs.config, mode="full")  # on a CPU none pays
+    capture_declared(graphs, worker.stage, worker.server_args)
+    prefer_replays(graphs)
+    worker.stage.graphs = graphs
+    return graphs
 
 
 def random_samples(graphs, bucket, rows: int, seed: int):

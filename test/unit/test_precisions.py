@@ -1,10 +1,8 @@
 """At any precision samples share forwards, and what they bring fits the static inputs of graphs."""
 
-from dataclasses import replace
-
 import pytest
 
-from harness.graphs import assert_close, prefer_replays
+from harness.graphs import assert_close, install_eager_graphs
 from harness.worker import Worker
 
 REQUESTS = [
@@ -26,8 +24,6 @@ REQUESTS = [
     ],
 )
 def test_together_alone_and_replayed(checkpoints, family, precisions):
-    from sglang.multimodal_gen.runtime.bucket_cuda_graph.build import capture_declared, make_graphs
-    from sglang.multimodal_gen.runtime.bucket_cuda_graph.recorder import EagerRecorder
     from sglang.multimodal_gen.runtime.utils.precision import resolve_precision
 
     worker = Worker(
@@ -44,11 +40,7 @@ def test_together_alone_and_replayed(checkpoints, family, precisions):
         assert_close(worker.denoise(*REQUESTS), alone, dtype)
         if not worker.stage.row_adapter.in_graphs:
             return
-        graphs = make_graphs(worker.stage, worker.server_args, EagerRecorder(), 2**30)
-        graphs.config = replace(graphs.config, mode="full")  # on a CPU none pays
-        capture_declared(graphs, worker.stage, worker.server_args)
-        prefer_replays(graphs)
-        worker.stage.graphs = graphs
+        graphs = install_eager_graphs(worker)
         assert_close(worker.denoise(*REQUESTS), alone, dtype)
         assert sum(graphs.replays.values()) and not graphs.misses
     finally:

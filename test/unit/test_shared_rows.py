@@ -1,12 +1,10 @@
 """Samples that share a forward get what they would get alone, one forward a branch."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from harness.engine import FP32
-from harness.graphs import assert_close, prefer_replays
+from harness.graphs import assert_close
 from harness.worker import Worker
 
 FP32_TEXT = {"glm-image": 1, "sd3-medium": 3, "qwen-image": 1, "sana": 1}  # text encoders
@@ -41,32 +39,6 @@ def test_several_images_of_one_request(checkpoints, family):
     split, shared = split_and_shared(checkpoints[family], family, requests)
     assert [len(latents) for latents in shared] == [2, 1]
     assert_close(shared, split, torch.float32)
-
-
-def test_several_images_in_a_graph(checkpoints):
-    """Stable Diffusion 3: one text for all images of a request."""
-    from sglang.multimodal_gen.runtime.bucket_cuda_graph.build import capture_declared, make_graphs
-    from sglang.multimodal_gen.runtime.bucket_cuda_graph.recorder import EagerRecorder
-
-    worker = Worker(
-        checkpoints["sd3-medium"],
-        guidance_buckets=8,
-        bucket_graph_rows=[2, 4],
-        bucket_graph_resolutions=["64x64"],
-        **options("sd3-medium"),
-    )
-    try:
-        pair = request(num_outputs_per_prompt=2)
-        (eager,) = worker.denoise(pair)
-        graphs = make_graphs(worker.stage, worker.server_args, EagerRecorder(), 2**30)
-        graphs.config = replace(graphs.config, mode="full")
-        capture_declared(graphs, worker.stage, worker.server_args)
-        prefer_replays(graphs)
-        worker.stage.graphs = graphs
-        assert_close(worker.denoise(pair), [eager], torch.float32)
-        assert sum(graphs.replays.values()) == 3 and not graphs.misses
-    finally:
-        worker.close()
 
 
 def test_a_picture_and_one_on_its_side(checkpoints):

@@ -71,6 +71,7 @@ _HARMLESS_REQUESTS = (
     "GetDisaggStatsReq",
     "ReleaseRealtimeSessionReq",
     "ShutdownReq",
+    "dict",  # a client's ping
 )
 
 

@@ -38,7 +38,7 @@ class RowAdapter(ABC):
     stacked: ClassVar[frozenset[str]] = frozenset()  # [images, ...] tensors
     shared: ClassVar[frozenset[str]] = frozenset()  # the same for all rows of a forward
     ignored: ClassVar[frozenset[str]] = frozenset()  # accepted by the forward and not used
-    masks: ClassVar[frozenset[str]] = frozenset()  # those of them that mask text
+    masks: ClassVar[frozenset[str]] = frozenset()  # of the shared ones: text masks [images, length]
 
     can_mask: bool = True  # whether padded text can be masked in this layout of ranks
 
