@@ -144,6 +144,7 @@ class ARClientAlone:
             PriorConfig(url=url, cache_size=0),
             processor=self.processor,
             codebook=self.codebook,
+            sampling=glm_image_prior.sampling_of(str(model)),
             server_metrics=None,
         )
 

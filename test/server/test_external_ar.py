@@ -3,6 +3,7 @@
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -144,7 +145,8 @@ def test_a_size_over_the_limit(where, request):
 
 @pytest.mark.parametrize("sources", [1, 2])
 def test_image_to_image(server, sources):
-    images = [source_image(64 + 32 * i, 64, shade=2 + i) for i in range(sources)]
+    """The first source image is smaller than the AR model takes."""
+    images = [source_image(32 + 64 * i, 64, shade=2 + i) for i in range(sources)]
     first = pngs(server.edit(images, size="64x64", seed=3))
     assert pixels(first[0]).shape == (64, 64, 3)
     for seed in range(20, 25):  # until the cache has forgotten it
@@ -154,22 +156,42 @@ def test_image_to_image(server, sources):
     assert pngs(server.edit(other, size="64x64", seed=3)) != first
 
 
-@pytest.fixture(scope="module")
-def client(glm, ar_server):
-    service = glm_image_prior.build_service(
+@contextmanager
+def service(glm, ar_server, **sampling):
+    started = glm_image_prior.build_service(
         PriorConfig(url=ar_server.url),
         processor=AutoProcessor.from_pretrained(glm / "processor"),
-        codebook=128,
+        codebook=CODEBOOK,
+        sampling=glm_image_prior.sampling_of(str(glm)) | sampling,
         server_metrics=None,
     )
-    yield service
-    service.close()
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def client(glm, ar_server):
+    with service(glm, ar_server) as started:
+        yield started
+
+
+def test_ids_are_drawn_as_the_checkpoint_says(glm, ar_server, client):
+    """With top_k 1 there is one picture, whatever the seed."""
+    requests = [
+        Req(sampling_params=GlmImageSamplingParams(prompt="one", width=64, height=64, seed=seed))
+        for seed in (1, 2)
+    ]
+    with service(glm, ar_server, top_k=1) as greedy:
+        first, second = [prior.token_ids_BL for prior in greedy.fetch(requests).result()]
+    assert torch.equal(first, second)
+    first, second = [prior.token_ids_BL for prior in client.fetch(requests).result()]
+    assert not torch.equal(first, second)
 
 
 @pytest.mark.parametrize("sources", [0, 1, 2])
 def test_the_ar_model_in_the_same_process(server, in_process, client, kept, tmp_path, sources):
     """Source images have the same tokens there, and the same tokens make the same picture."""
-    images = [source_image(64 + 32 * i, 64) for i in range(sources)]
+    images = [source_image(32 + 64 * i, 64) for i in range(sources)]
     paths = [tmp_path / f"{i}.png" for i in range(sources)]
     for path, image in zip(paths, images):
         path.write_bytes(image)
@@ -199,11 +221,13 @@ def test_the_picture_has_the_size_of_its_source(server):
     assert pixels(png).shape == (70, 100, 3)
 
 
+@pytest.mark.parametrize("where", ["server", "in_process"])
 @pytest.mark.parametrize(
     ("image", "cause"),
     [(b"not a picture", "source image"), (source_image(320, 32), "aspect ratio")],
 )
-def test_a_source_image_that_cannot_be_taken(server, image, cause):
+def test_a_source_image_that_cannot_be_taken(where, image, cause, request):
+    server = request.getfixturevalue(where)
     with pytest.raises(HTTPFailure) as failure:
         server.edit([image], size="64x64")
     assert failure.value.status == 400

@@ -48,6 +48,7 @@ class Service:
             config,
             processor=processor,
             codebook=CODEBOOK,
+            sampling={"temperature": 0.9, "top_p": 0.75, "top_k": -1},
             facts=glm_image_prior.ServerFacts(honours_seeds=True, context=1000, model=ar.model),
             check=lambda: glm_image_prior.check_server(config, expected),
         )
@@ -252,6 +253,12 @@ def test_large_seeds_fit_what_srt_takes(service, ar):
     assert ar.requests[0]["sampling_params"]["sampling_seed"] == 2**63 - 1
 
 
+def test_ids_are_drawn_as_the_checkpoint_says(service, ar):
+    service.ask().result()
+    (sent,) = ar.requests
+    assert sent["sampling_params"].items() >= dict(temperature=0.9, top_p=0.75, top_k=-1).items()
+
+
 def test_more_tokens_than_the_model_has(service, ar):
     with pytest.raises(PriorError, match="size 1024x1024: takes 13.. tokens, .* has 1000") as error:
         service.ask(size=(1024, 1024)).result()
@@ -285,7 +292,11 @@ def test_another_model_is_refused(processor):
     with FaultyAR(architecture="LlamaForCausalLM") as other:
         with pytest.raises(glm_image_prior.ARServerUnfit, match="some_model, not GLM-Image"):
             glm_image_prior.build_service(
-                settings(other), processor=processor, codebook=CODEBOOK, server_metrics=None
+                settings(other),
+                processor=processor,
+                codebook=CODEBOOK,
+                sampling={},
+                server_metrics=None,
             )
 
 

@@ -1,6 +1,7 @@
 """The AR client's decisions, one by one: plain data, no server."""
 
 import io
+import itertools
 import pickle
 import struct
 import zlib
@@ -9,6 +10,9 @@ import numpy as np
 import orjson
 import pytest
 from PIL import Image
+from transformers.models.glm_image.image_processing_pil_glm_image import (
+    GlmImageImageProcessorPil,
+)
 
 from sglang.multimodal_gen.configs.glm_image_prior import (
     PriorConfig,
@@ -16,11 +20,13 @@ from sglang.multimodal_gen.configs.glm_image_prior import (
     make_prior_config,
     marked_status,
 )
+from sglang.multimodal_gen.configs.glm_image_sources import source_size
 from sglang.multimodal_gen.runtime.pipelines_core.stages.model_specific_stages.glm_image_prior import (  # noqa: E501
     answer,
     cache,
     request,
     retry,
+    sampling,
 )
 from sglang.multimodal_gen.runtime.pipelines_core.stages.model_specific_stages.glm_image_prior.retry import (  # noqa: E501
     AttemptFailure,
@@ -206,6 +212,42 @@ def test_a_password_is_not_shown():
     assert PriorConfig(url="http://ar:1/x@y").shown_url == "http://ar:1/x@y"
 
 
+# --- source images -------------------------------------------------------------------------------
+
+# limits and patches of the published checkpoint's
+PUBLISHED = GlmImageImageProcessorPil(
+    size={"shortest_edge": 512 * 512, "longest_edge": 2048 * 2048}, patch_size=16, merge_size=1
+)
+
+
+@pytest.mark.parametrize(
+    ("size", "wanted"),
+    [
+        ((512, 512), (512, 512)),
+        ((1000, 700), (1024, 704)),
+        ((64, 64), (512, 512)),
+        ((400, 300), (672, 512)),
+        ((4032, 3024), (2048, 1536)),
+        ((512, 2048), (512, 2048)),
+        ((4096, 1024), (2048, 512)),
+    ],
+)
+def test_source_sizes(size, wanted):
+    assert source_size(size, PUBLISHED) == wanted
+
+
+def test_every_source_size_is_what_the_ar_model_takes():
+    for width, height in itertools.product(range(33, 9000, 397), repeat=2):
+        try:
+            fitted = source_size((width, height), PUBLISHED)
+        except ValueError:
+            assert max(width, height) > 3.8 * min(width, height)
+            continue
+        assert source_size(fitted, PUBLISHED) == fitted
+        assert max(fitted) <= 2048 and min(fitted) >= 480
+    assert PUBLISHED.get_number_of_image_patches(768, 512, {}) == 24 * 16
+
+
 def test_a_huge_source_image_is_refused_by_its_header():
     """One row of ones and zeros is enough of it."""
     chunk = b"IHDR" + struct.pack(">IIBBBBB", 9000, 9000, 8, 2, 0, 0, 0)
@@ -227,3 +269,25 @@ def test_a_damaged_source_image():
     with pytest.raises(PriorError, match="source image 0: not an image: broken PNG") as failure:
         request.decode(bytes(png), 0)
     assert failure.value.status == 400
+
+
+# --- how ids are drawn ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("told", "wanted"),
+    [
+        (None, {"temperature": 1, "top_p": 1, "top_k": 50}),
+        ({"do_sample": True, "top_p": 0.8}, {"temperature": 1, "top_p": 0.8, "top_k": 50}),
+        (
+            {"temperature": 0.9, "top_p": 0.75, "top_k": 0, "min_p": 0.1},
+            {"temperature": 0.9, "top_p": 0.75, "top_k": -1, "min_p": 0.1},
+        ),
+    ],
+)
+def test_sampling_of_a_checkpoint(tmp_path, told, wanted):
+    if told is not None:
+        (tmp_path / "vision_language_encoder").mkdir()
+        path = tmp_path / "vision_language_encoder" / "generation_config.json"
+        path.write_bytes(orjson.dumps(told))
+    assert sampling.sampling_of(str(tmp_path)) == wanted

@@ -31,6 +31,7 @@ def asked(glm):
             PriorConfig(url=ar.url),
             processor=AutoProcessor.from_pretrained(glm / "processor"),
             codebook=CODEBOOK,
+            sampling=glm_image_prior.sampling_of(str(glm)),
             server_metrics=None,
         )
         yield service, ar

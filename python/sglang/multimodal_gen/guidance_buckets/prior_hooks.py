@@ -8,6 +8,9 @@ from sglang.multimodal_gen.configs.glm_image_prior import PriorError, prior_conf
 # the service of this process, where one was built
 _service: Any = None
 
+# GLM-Image's, in a process that prepares its source images
+_image_processor: Any = None
+
 
 def load_encoder(original, loader: Any, path: str, server_args: Any, *args, **kwargs) -> Any:
     """AROUND VisionLanguageEncoderLoader.load_customized: upstream asks for the AR server once."""
@@ -22,12 +25,16 @@ def load_encoder(original, loader: Any, path: str, server_args: Any, *args, **kw
 
 def attach_service(pipeline: Any, server_args: Any) -> None:
     """After build_pipeline: the AR stage gets a service on the rank that runs it."""
-    global _service
+    global _service, _image_processor
     from sglang.multimodal_gen.runtime.distributed.parallel_state import get_replica_group
     from sglang.multimodal_gen.runtime.observability.metrics import get_metrics
     from sglang.multimodal_gen.runtime.pipelines_core.stages.model_specific_stages import glm_image
 
     config = prior_config(server_args)
+    if config is not None and any(
+        isinstance(stage, glm_image.GlmImageBeforeDenoisingStage) for stage in pipeline.stages
+    ):
+        _image_processor = pipeline.get_module("processor").image_processor
     if config is None or config.url is None or get_replica_group().rank_in_group != 0:
         return
     stages = [stage for stage in pipeline.stages if isinstance(stage, glm_image.GlmImageAR)]
@@ -37,6 +44,7 @@ def attach_service(pipeline: Any, server_args: Any) -> None:
             config,
             processor=stages[0].processor,
             codebook=transformer.config.prior_vq_quantizer_codebook_size,
+            sampling=_prior().sampling_of(pipeline.model_path),
             server_metrics=get_metrics(),
         )
 
@@ -47,6 +55,15 @@ def fetch_early(req: Any) -> None:
         _service.fetch_early(req)
 
 
+def fit_source_image(original, image: Any) -> Any:
+    """AROUND glm_image.resize_glm_image_to_alignment, for the AR model and for the VAE."""
+    if _image_processor is None:
+        return original(image)
+    from sglang.multimodal_gen.configs.glm_image_sources import fit_source
+
+    return fit_source(image, _image_processor)
+
+
 def write_prior(original, stage: Any, batch: Any, server_args: Any) -> Any:
     """AROUND GlmImageAR.forward."""
     service = getattr(stage, "prior_service", None)
@@ -54,7 +71,7 @@ def write_prior(original, stage: Any, batch: Any, server_args: Any) -> Any:
         return _write(service, [batch])[0]
     if prior_config(server_args) is not None and prior_config(server_args).url is None:
         model = stage.vision_language_encoder.config.text_config
-        _prior().check_size(batch, model.max_position_embeddings)
+        _prior().check_request(batch, stage.processor, model.max_position_embeddings)
     return original(stage, batch, server_args)
 
 

@@ -247,6 +247,14 @@ GUIDANCE_HOOKS = (
         "the same for a group: any mix of sizes",
     ),
     Hook(
+        f"{_GEN}.runtime.pipelines_core.stages.model_specific_stages.glm_image"
+        ".resize_glm_image_to_alignment",
+        "around",
+        "prior_hooks:fit_source_image",
+        ("image",),
+        "a source image of any size: the DiT sees the size that the AR model sees",
+    ),
+    Hook(
         f"{_GEN}.runtime.pipelines_core.executors.parallel_executor.ParallelExecutor"
         "._execute_stages",
         "around",

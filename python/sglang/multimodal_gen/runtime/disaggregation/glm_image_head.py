@@ -25,6 +25,7 @@ from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import OutputBa
 from sglang.multimodal_gen.runtime.pipelines_core.stages.model_specific_stages.glm_image_prior import (  # noqa: E501
     assign_prior,
     build_service,
+    sampling_of,
     wait_for_server,
 )
 from sglang.multimodal_gen.runtime.utils.logging_utils import init_logger
@@ -50,6 +51,7 @@ class GlmImageHead(DiffusionServer):
             config,
             processor=self._glm_distributed_state.ar_stage.processor,
             codebook=transformer["prior_vq_quantizer_codebook_size"],
+            sampling=sampling_of(server_args.model_path),
             server_metrics=get_metrics(),
         )
         self._asked: dict[str, tuple[_GlmDistributedRequest, Future]] = {}

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from PIL import Image, ImageOps
 
-from sglang.multimodal_gen.configs.sample.glmimage import align_glm_image_resolution
+from sglang.multimodal_gen.configs.glm_image_sources import fit_source
 from sglang.srt.models.glm_image_vl import GlmImageForConditionalGeneration
 from sglang.srt.multimodal.processors.glm_image import GlmImageProcessor
 
@@ -48,8 +48,9 @@ class GlmImageSourceProcessor(GlmImageProcessor):
         )
 
     def _with_pixels(self, urls: list[str], grids: list[list[int]]) -> dict[str, torch.Tensor]:
-        images = [_decode(url) for url in urls]
-        inputs = self._processor.image_processor(images=images, return_tensors="pt")
+        image_processor = self._processor.image_processor
+        images = [fit_source(_decode(url), image_processor) for url in urls]
+        inputs = image_processor(images=images, return_tensors="pt")
         sources_N3 = inputs["image_grid_thw"]
         grids_N3 = torch.tensor(grids)
         if not torch.equal(grids_N3[: len(images)], sources_N3):
@@ -60,13 +61,11 @@ class GlmImageSourceProcessor(GlmImageProcessor):
 
 
 def _decode(url: str) -> Image.Image:
-    """RGB and upright, both sides rounded up to multiples of 32."""
+    """RGB and upright."""
     if not url.startswith("data:"):
         raise ValueError("image_data: wanted data URLs beside input_ids")
     encoded = base64.b64decode(url.split(",", 1)[1], validate=True)
     try:
-        image = ImageOps.exif_transpose(Image.open(io.BytesIO(encoded))).convert("RGB")
+        return ImageOps.exif_transpose(Image.open(io.BytesIO(encoded))).convert("RGB")
     except (OSError, Image.DecompressionBombError) as error:
         raise ValueError(f"image_data: {error}") from None
-    size = align_glm_image_resolution(*image.size)
-    return image if image.size == size else image.resize(size, Image.Resampling.LANCZOS)

@@ -2,17 +2,19 @@
 """GLM-Image's prior tokens from an AR server of SRT.
 
 `PriorService` asks for each request as it comes, without a barrier between requests: `request`
-makes what is sent, `client` sends it (`retry` decides about another attempt), `answer` checks what
-comes back, `cache` keeps it. `server_check` looks at the AR server before requests come, `watch`
-notices when it is another one.
+makes what is sent (`sampling` says how ids are drawn), `client` sends it (`retry` decides about
+another attempt), `answer` checks what comes back, `cache` keeps it. `server_check` looks at the AR
+server before requests come, `watch` notices when it is another one.
 """
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from sglang.multimodal_gen.configs.glm_image_prior import PriorConfig, PriorError
 
-from .request import PriorRequest, check_size
+from .request import PriorRequest, check_request
+from .sampling import sampling_of
 from .server_check import (
     ARServerLost,
     ARServerUnfit,
@@ -40,16 +42,22 @@ __all__ = [
     "assign_prior",
     "build_service",
     "check_architecture",
+    "check_request",
     "check_server",
-    "check_size",
     "model_info",
     "model_of",
+    "sampling_of",
     "wait_for_server",
 ]
 
 
 def build_service(
-    config: PriorConfig, *, processor: Any, codebook: int, server_metrics: Any | None
+    config: PriorConfig,
+    *,
+    processor: Any,
+    codebook: int,
+    sampling: Mapping[str, float],
+    server_metrics: Any | None,
 ) -> PriorService:
     """Check the AR server and make a service that asks it; see `PriorService` for the arguments.
 
@@ -61,6 +69,7 @@ def build_service(
         config,
         processor=processor,
         codebook=codebook,
+        sampling=sampling,
         facts=check(timeout_s=config.start_timeout_s),  # the first request may take long
         check=check,
         server_metrics=server_metrics,

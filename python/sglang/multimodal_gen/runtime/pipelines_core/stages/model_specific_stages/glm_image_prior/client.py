@@ -142,7 +142,7 @@ class ARClient:
             ) from None
         except aiohttp.SocketTimeoutError:
             raise AttemptFailure(
-                Kind.READ_TIMEOUT, f"silent for {config.read_timeout_s:g} s"
+                Kind.READ_TIMEOUT, f"silent for {config.read_timeout_s:g} s (--srt-encoder-timeout)"
             ) from None
         except aiohttp.ClientPayloadError:
             raise AttemptFailure(Kind.TRUNCATED, "the answer ends half-way") from None

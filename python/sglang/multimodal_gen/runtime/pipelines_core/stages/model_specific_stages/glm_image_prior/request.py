@@ -4,6 +4,7 @@
 import base64
 import hashlib
 import io
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import orjson
 from PIL import Image
 
 from sglang.multimodal_gen.configs.glm_image_prior import SOURCE_IMAGES_KEY, PriorError
+from sglang.multimodal_gen.configs.glm_image_sources import fit_source
 from sglang.multimodal_gen.configs.sample.glmimage import align_glm_image_resolution
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req
 from sglang.multimodal_gen.runtime.pipelines_core.stages.model_specific_stages.glm_image import (
@@ -19,7 +21,6 @@ from sglang.multimodal_gen.runtime.pipelines_core.stages.model_specific_stages.g
     _num_outputs_per_prompt,
     _seed_for_output,
     image_path_to_list,
-    resize_glm_image_to_alignment,
 )
 from sglang.multimodal_gen.runtime.utils.vision import load_image
 
@@ -99,13 +100,18 @@ class Prepared:
 
 
 def prepare(
-    request: PriorRequest, processor: Any, codebook: int, context: int | None = None
+    request: PriorRequest,
+    processor: Any,
+    codebook: int,
+    context: int | None = None,
+    sampling: Mapping[str, float] | None = None,
 ) -> Prepared:
     """Read the source images, tokenize the prompt. Not for two threads at a time.
 
     Args:
         processor: GLM-Image's, as transformers loads it.
         codebook: how many codes the DiT knows.
+        sampling: `sampling_of` the checkpoint; None draws at temperature 1 from all codes.
         context: most tokens of a prompt and its picture, or None where that is not known.
 
     Raises:
@@ -118,7 +124,7 @@ def prepare(
     if originals:
         wanted_size = tuple(map(lambda given, own: given or own, wanted_size, originals[0].size))
     width, height = align_glm_image_resolution(*wanted_size)
-    images = [resize_glm_image_to_alignment(image) for image in originals]
+    images = [_fit(image, processor, i) for i, image in enumerate(originals)]
     inputs = _tokenize(processor, request.prompt, images, height, width)
     grids_N3 = inputs["image_grid_thw"]
     max_new_tokens, skipped, token_h, token_w = GlmImageAR._compute_generation_params(
@@ -144,7 +150,10 @@ def prepare(
         payload={
             "input_ids": input_ids,
             "image_data": [*sources, {"image_grid_thw": grids_N3.tolist()}],
-            "sampling_params": GlmImageAR._external_ar_sampling_params(max_new_tokens, None),
+            "sampling_params": {
+                **GlmImageAR._external_ar_sampling_params(max_new_tokens, None),
+                **(sampling or {}),
+            },
         },
         wanted=Wanted(
             skipped=skipped,
@@ -156,11 +165,12 @@ def prepare(
     )
 
 
-def check_size(req: Req, context: int) -> None:
-    """Before the AR model of the same process begins: the tokens of the picture alone.
+def check_request(req: Req, processor: Any, context: int) -> None:
+    """Before the AR model of the same process begins: the tokens of the picture, and its sources.
 
     Raises:
-        PriorError: 400, for a picture that cannot fit.
+        PriorError: 400, for a picture that cannot fit, and for a source image that `prepare` would
+            refuse.
     """
     tokens = (req.width or 0) * (req.height or 0) // 32**2
     if tokens > context:
@@ -169,24 +179,28 @@ def check_size(req: Req, context: int) -> None:
             f"size {req.width}x{req.height}",
             f"takes more than {tokens} tokens, the AR model has {context}",
         )
+    for i, source in enumerate(PriorRequest.of(req).sources):
+        _fit(decode(read_encoded(source, i), i), processor, i)
 
 
 def _tokenize(processor: Any, prompt: str, images: list[Image.Image], height: int, width: int):
     content = [{"type": "image", "image": image} for image in images]
     content.append({"type": "text", "text": prompt})
+    return processor.apply_chat_template(
+        [{"role": "user", "content": content}],
+        tokenize=True,
+        target_h=height,
+        target_w=width,
+        return_dict=True,
+        return_tensors="pt",
+    )
+
+
+def _fit(image: Image.Image, processor: Any, index: int) -> Image.Image:
     try:
-        return processor.apply_chat_template(
-            [{"role": "user", "content": content}],
-            tokenize=True,
-            target_h=height,
-            target_w=width,
-            return_dict=True,
-            return_tensors="pt",
-        )
-    except ValueError as error:  # an aspect ratio that the image processor refuses
-        if not images:
-            raise
-        raise PriorError(400, "source image 0", str(error)) from None
+        return fit_source(image, processor.image_processor)
+    except ValueError as error:
+        raise PriorError(400, f"source image {index}", str(error)) from None
 
 
 def read_encoded(source: str, index: int) -> bytes:

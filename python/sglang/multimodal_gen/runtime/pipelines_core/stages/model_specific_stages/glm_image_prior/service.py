@@ -4,7 +4,7 @@
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -62,6 +62,7 @@ class PriorService:
         *,
         processor: Any,
         codebook: int,
+        sampling: Mapping[str, float],
         facts: ServerFacts,
         check: Callable[[], ServerFacts],
         server_metrics: Any | None = None,
@@ -70,12 +71,14 @@ class PriorService:
         Args:
             processor: GLM-Image's, as transformers loads it.
             codebook: how many codes the DiT knows.
+            sampling: see `sampling_of`.
             facts: what the AR server told at start.
             check: what it tells now; blocking, raises `ARServerUnfit`.
             server_metrics: upstream's `DiffusionMetrics`, or None.
         """
         self._processor = processor
         self._codebook = codebook
+        self._sampling = sampling
         self._metrics = PriorMetrics(server_metrics)
         self._watch = ServerWatch(ServerLook(config, check, facts.model), facts)
         self._client = ARClient(config, self._metrics, self._watch)
@@ -122,6 +125,7 @@ class PriorService:
             self._processor,
             self._codebook,
             self._watch.facts.context,
+            self._sampling,
         )
         tasks = [asyncio.create_task(self._tokens(prepared, seed)) for seed in request.seeds]
         try:
