@@ -57,7 +57,7 @@ def test_the_picture_of_one_server(topology, alone):
 
 @pytest.mark.parametrize("sources", [1, 2])
 def test_image_to_image_through_the_head(topology, alone, sources):
-    images = [source_image(64 + 32 * i) for i in range(sources)]
+    images = [source_image(32 + 64 * i) for i in range(sources)]
     request = dict(size="64x64", seed=13)
     (got,) = pngs(topology.head.edit(images, **request))
     (wanted,) = pngs(alone.edit(images, **request))

@@ -34,7 +34,12 @@ def attach_service(pipeline: Any, server_args: Any) -> None:
     if config is not None and any(
         isinstance(stage, glm_image.GlmImageBeforeDenoisingStage) for stage in pipeline.stages
     ):
-        _image_processor = pipeline.get_module("processor").image_processor
+        processor = pipeline.get_module("processor")
+        if processor is None:  # on a denoiser of a head
+            from transformers import AutoProcessor
+
+            processor = AutoProcessor.from_pretrained(pipeline.model_path, subfolder="processor")
+        _image_processor = processor.image_processor
     if config is None or config.url is None or get_replica_group().rank_in_group != 0:
         return
     stages = [stage for stage in pipeline.stages if isinstance(stage, glm_image.GlmImageAR)]
