@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+import time
+from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,13 @@ from sglang.multimodal_gen.configs.guidance import (
     GuidanceOptions,
     resolve_options,
 )
-from sglang.multimodal_gen.configs.guidance_curves import GuidanceError, branches_of, parse_curve
+from sglang.multimodal_gen.configs.guidance_curves import (
+    MAX_STEPS,
+    GuidanceError,
+    branches_of,
+    check_buckets,
+    parse_curve,
+)
 
 CASES = json.loads((Path(__file__).parent.parent / "cases/guidance_curves.json").read_text())
 SERVER = GuidanceConfig(buckets=8)
@@ -57,6 +65,44 @@ def test_bad_case(case):
         resolve(fields).schedule(case.get("num_inference_steps", 30))
     assert error.value.field == case["field"]
     assert case["field"] in str(error.value)
+
+
+NESTED = reduce(lambda inner, _: [inner], range(5000), [])  # deeper than Python prints
+
+
+@pytest.mark.parametrize("value", [NESTED, 10**5000], ids=["nested", "digits"])
+def test_what_cannot_be_printed_is_refused_by_name(value):
+    for spec in (value, [value], {"a": value}):
+        with pytest.raises(GuidanceError, match="guidance_curve: got"):
+            parse_curve(spec)
+    with pytest.raises(GuidanceError, match="guidance_buckets: got an? "):
+        check_buckets(value)
+
+
+@pytest.mark.parametrize(
+    "curve",
+    [
+        [1.5] * 1_000_000,
+        "constant:" + "1" * 9_900 + "x",
+        "interval:1@" + "-" * 9_900 + ":",
+        "points:" + "0=" + "1" * 9_900 + "x",
+    ],
+    ids=lambda curve: repr(curve)[:40],
+)
+def test_a_long_text_or_list_is_refused_at_once(curve):
+    """All other requests wait while one is parsed."""
+    start = time.process_time()
+    with pytest.raises(GuidanceError):
+        parse_curve(curve)
+    assert time.process_time() - start < 0.3
+
+
+def test_the_longest_schedule_is_made_in_time():
+    points = "points:" + ",".join(f"{at / 1000}={2 + at % 7 / 7:.3f}" for at in range(700))
+    for curve in (points, "cosine:7:1.1", "peak", [1.5 + at / 1e5 for at in range(MAX_STEPS)]):
+        start = time.process_time()
+        assert len(options(curve, buckets=1).schedule(MAX_STEPS).scales) == MAX_STEPS
+        assert time.process_time() - start < 2
 
 
 def test_bad_case_messages():

@@ -7,9 +7,11 @@ import pytest
 from starlette.datastructures import FormData, UploadFile
 
 from sglang.multimodal_gen.configs.guidance_curves import GuidanceError, check_buckets, parse_curve
+from sglang.multimodal_gen.configs.pipeline_configs.qwen_image import QwenImagePipelineConfig
 from sglang.multimodal_gen.configs.sample.glmimage import GlmImageSamplingParams
 from sglang.multimodal_gen.configs.sample.qwenimage import QwenImageSamplingParams
-from sglang.multimodal_gen.guidance_buckets.request_hooks import form_fields
+from sglang.multimodal_gen.guidance_buckets.request_hooks import build_sampling_params, form_fields
+from sglang.multimodal_gen.runtime.guidance.requests import request_options
 from sglang.multimodal_gen.runtime.guidance.support import check_request
 
 FILE = UploadFile(io.BytesIO(b"x"), filename="x")
@@ -90,3 +92,16 @@ def test_not_refused(sampling_params, scales):
 def test_glm_images_negative_prompt_is_ignored_as_upstream_where_no_field_is_named():
     named = params(GlmImageSamplingParams, negative_prompt="x")
     check_request(named, names_guidance=False, scales=(2.0,))
+
+
+def server(**attributes):
+    defaults = dict(guidance_buckets=8, pipeline_config=QwenImagePipelineConfig())
+    return SimpleNamespace(**defaults | attributes)
+
+
+def test_too_many_steps_are_refused_where_the_curve_would_be_cut():
+    with pytest.raises(GuidanceError, match="num_inference_steps: got 10001, wanted at most 10000"):
+        request_options(params(num_inference_steps=10_001), server(), {})
+    assert request_options(params(num_inference_steps=10_000), server(), {})
+    off, long = server(guidance_buckets=0), params(num_inference_steps=10**6)
+    assert build_sampling_params(lambda *args, **kwargs: long, "model", off) is long

@@ -17,7 +17,9 @@ from typing import Any
 
 MAX_BUCKETS = 64
 MAX_SCALE = 100
-MAX_CURVE_TEXT = 10_000  # characters; a curve is parsed where requests are received
+# what a request may bring to where all requests are received: a curve is parsed and cut there
+MAX_STEPS = 10_000
+MAX_CURVE_TEXT = 10_000  # characters
 BUCKET_MODES = ("constant", "linear")
 
 _MAX_SHOWN = 200  # characters of a wrong value that its error repeats
@@ -31,15 +33,20 @@ class GuidanceError(ValueError):
     """A guidance field that cannot be honoured: its name, what was given, what is wanted."""
 
     def __init__(self, field: str, given: Any, wanted: str):
-        shown = given if isinstance(given, _Described) else repr(given)
-        if len(shown) > _MAX_SHOWN:
-            shown = shown[:_MAX_SHOWN] + "..."
-        super().__init__(f"{field}: got {shown}, wanted {wanted}")
+        super().__init__(f"{field}: got {_shown(given)}, wanted {wanted}")
         self.field = field
 
 
 class _Described(str):
     """A `given` that is already a sentence part and must not be quoted."""
+
+
+def _shown(given: Any) -> str:
+    try:
+        shown = given if isinstance(given, _Described) else repr(given)
+    except (RecursionError, ValueError):  # brackets too deep, a number of too many digits
+        return f"a {type(given).__name__}"
+    return shown if len(shown) <= _MAX_SHOWN else shown[:_MAX_SHOWN] + "..."
 
 
 def branches_of(scale: float) -> tuple[str, ...]:
@@ -143,8 +150,10 @@ class _Shape:
     relative: tuple[str, ...] | None = None
 
 
-_N = r"([^:@,=]+?)"  # what stands in the place of a number; _number says what is wrong with it
-_DECIMAL = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
+# What stands in the place of a number; _number says what is wrong with it. It has a limit, and
+# decimals are matched in one way only: time must not grow with the square of a text's length.
+_N = r"([^:@,=]{1,100}?)"
+_DECIMAL = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 # The numbers of shapes written alone are from docs/curves.md.
 _SHAPES = {
     "constant": _Shape("constant:S", f"{_N}", 1, _constant, ("1",)),
@@ -227,6 +236,9 @@ def _relative(text: str, shape: _Shape) -> Curve:
 def _list_curve(values: Any, field: str) -> Curve:
     if not isinstance(values, list) or not values:
         raise GuidanceError(field, values, "one number for each denoising step")
+    if len(values) > MAX_STEPS:
+        given = _Described(f"a list of {len(values)} numbers")
+        raise GuidanceError(field, given, f"at most {MAX_STEPS}")
     scales = [_number(value, values, field) for value in values]
     return Curve(
         values,
@@ -250,7 +262,7 @@ def _parse_points(text: str, spec: str, field: str) -> list[tuple[Fraction, Frac
 
 def _number(value: Any, spec: Any, field: str, *, highest: int = MAX_SCALE) -> Fraction:
     """`value` as an exact decimal. A boolean is no number; text never is in a list."""
-    wanted = f"a finite number from 0 to {highest} in place of {value!r}"
+    wanted = f"a finite number from 0 to {highest} in place of {_shown(value)}"
     written = isinstance(value, str)
     if isinstance(value, bool) or (written and not isinstance(spec, str)):
         raise GuidanceError(field, spec, wanted)
@@ -274,6 +286,12 @@ def check_buckets(value: Any, *, field: str = "guidance_buckets", lowest: int = 
     if not whole or not lowest <= value <= MAX_BUCKETS:
         raise GuidanceError(field, value, f"a whole number from {lowest} to {MAX_BUCKETS}")
     return value
+
+
+def check_steps(value: int) -> None:
+    """Raises `GuidanceError` where a schedule of so many steps would take too long to make."""
+    if value > MAX_STEPS:
+        raise GuidanceError("num_inference_steps", value, f"at most {MAX_STEPS}")
 
 
 def check_bucket_mode(value: Any, *, field: str = "guidance_bucket_mode") -> str:

@@ -10,7 +10,7 @@ from sglang.multimodal_gen.configs.guidance import (
     GuidanceOptions,
     resolve_options,
 )
-from sglang.multimodal_gen.configs.guidance_curves import GuidanceError
+from sglang.multimodal_gen.configs.guidance_curves import GuidanceError, check_steps
 from sglang.multimodal_gen.runtime.guidance.plan import OPTIONS_KEY, PLAN_KEY, BucketPlan
 from sglang.multimodal_gen.runtime.guidance.support import check_request
 
@@ -55,6 +55,7 @@ def request_options(
     )
     if not config.buckets:
         return None
+    check_steps(sampling_params.num_inference_steps)
     check_request(
         sampling_params,
         names_guidance=any(fields.get(name) is not None for name in REQUEST_FIELDS),
