@@ -1,5 +1,6 @@
 """Guidance fields in forms, and the requests that cannot have them."""
 
+import asyncio
 import io
 from types import SimpleNamespace
 
@@ -10,7 +11,12 @@ from sglang.multimodal_gen.configs.guidance_curves import GuidanceError, check_b
 from sglang.multimodal_gen.configs.pipeline_configs.qwen_image import QwenImagePipelineConfig
 from sglang.multimodal_gen.configs.sample.glmimage import GlmImageSamplingParams
 from sglang.multimodal_gen.configs.sample.qwenimage import QwenImageSamplingParams
-from sglang.multimodal_gen.guidance_buckets.request_hooks import build_sampling_params, form_fields
+from sglang.multimodal_gen.guidance_buckets.request_hooks import (
+    build_sampling_params,
+    form_fields,
+    json_fields,
+    remember_form_fields,
+)
 from sglang.multimodal_gen.runtime.guidance.requests import request_options
 from sglang.multimodal_gen.runtime.guidance.support import check_request
 
@@ -40,11 +46,43 @@ def test_a_file_is_refused_by_name():
         ([("guidance_bucket_mode", "linear")], {"guidance_bucket_mode": "linear"}),
         ([("guidance_buckets", FILE)], {"guidance_buckets": FILE}),
         ([("guidance_curve", FILE)], {"guidance_curve": FILE}),
+        ([("extra_body", '{"guidance_buckets": 4}')], {"guidance_buckets": 4}),
+        ([("extra_params", '{"guidance_curve": [2, 1]}')], {"guidance_curve": [2, 1]}),
+        (
+            [("extra_body", '{"guidance_buckets": 4}'), ("guidance_buckets", "8")],
+            {"guidance_buckets": 8},
+        ),
+        ([("extra_body", "[" * 2000)], {}),
+        ([("extra_body", FILE)], {}),
     ],
     ids=str,
 )
 def test_form_fields(form, fields):
     assert form_fields(FormData([("prompt", "a cat"), *form])) == fields
+
+
+@pytest.mark.parametrize(
+    ("form", "extra", "fields"),
+    [
+        ([("guidance_curve", "front:2:1@0.4")], {}, {"guidance_curve": "front:2:1@0.4"}),
+        ([("guidance_buckets", "8")], {}, {"guidance_buckets": 8}),
+        ([], {"guidance_curve": "peak"}, {"guidance_curve": "peak"}),  # a body of JSON
+    ],
+)
+def test_fields_of_a_video(form, extra, fields):
+    async def read_form():
+        return FormData(form)
+
+    async def keep_prompt(request, prompt, **_kwargs):
+        return prompt
+
+    async def serve() -> dict:
+        request, kwargs = SimpleNamespace(form=read_form), {}
+        assert await remember_form_fields(keep_prompt, request, "a cat", task="video") == "a cat"
+        json_fields(kwargs, SimpleNamespace(model_extra=extra), object, "video")
+        return kwargs
+
+    assert asyncio.run(serve()) == fields
 
 
 def params(cls=QwenImageSamplingParams, **fields):

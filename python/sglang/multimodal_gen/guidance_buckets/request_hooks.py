@@ -4,6 +4,7 @@
 import asyncio
 import json
 from contextvars import ContextVar
+from types import SimpleNamespace
 from typing import Any
 
 from sglang.multimodal_gen.configs.glm_image_prior import prior_config
@@ -20,28 +21,40 @@ _raw_request: ContextVar[Any] = ContextVar("guidance_raw_request", default=None)
 # --- OpenAI API ---------------------------------------------------------------------------------
 
 
-def json_fields(kwargs: dict[str, Any], request: Any, *_args, **_kwargs) -> None:
+def json_fields(
+    kwargs: dict[str, Any], request: Any, sampling_params_cls: type, api: str, **_kwargs
+) -> None:
     """AFTER request_model_kwargs: its result is passed on as sampling params' keywords."""
+    kwargs.update(_extra_fields(request))
+    if api == "video":
+        kwargs.update(_form_fields.get())  # upstream's form drops what it does not know
+
+
+def _extra_fields(request: Any) -> dict[str, Any]:
+    """The guidance fields among those that upstream's request model does not declare."""
     from sglang.multimodal_gen.runtime.entrypoints.openai.utils import request_extra_value
 
-    for name in REQUEST_FIELDS:
-        value = request_extra_value(request, name)
-        if value is not None:
-            kwargs[name] = value
+    values = {name: request_extra_value(request, name) for name in REQUEST_FIELDS}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 async def remember_form_fields(original, request: Any, prompt: str, *, task: str, **kwargs) -> str:
-    """AROUND maybe_enhance_prompt: the one earlier call of the edits route with the raw request."""
+    """AROUND maybe_enhance_prompt: the one earlier call of a form's route with the raw request."""
     # a video's job goes on after its request was answered
     _raw_request.set(request if task in ("image", "image_edit") else None)
-    if task == "image_edit":
-        _form_fields.set(form_fields(await request.form()))
+    if task in ("image_edit", "video"):
+        _form_fields.set(form_fields(await request.form()))  # empty where the body is JSON
     return await original(request, prompt, task=task, **kwargs)
 
 
 def form_fields(form: Any) -> dict[str, Any]:
-    """The guidance fields of a form, where every value is text; a list may repeat ``name[]``."""
-    fields: dict[str, Any] = {}
+    """The guidance fields of a form, where every value is text; a list may repeat ``name[]``.
+
+    Those in the JSON of ``extra_body`` and ``extra_params`` count, as they do beside JSON.
+    """
+    nested = {name: _json_or_text(form.get(name)) for name in ("extra_body", "extra_params")}
+    nested = {name: value for name, value in nested.items() if isinstance(value, dict)}
+    fields = _extra_fields(SimpleNamespace(model_extra=nested))
     for name in REQUEST_FIELDS:
         values = form.getlist(name) + form.getlist(f"{name}[]")
         if len(values) > 1 or f"{name}[]" in form:

@@ -148,7 +148,7 @@ GUIDANCE_HOOKS = (
         "after",
         "request_hooks:json_fields",
         ("request", "sampling_params_cls", "api"),
-        "read the guidance fields of a JSON request",
+        "read the guidance fields of a JSON request, and of a video's form",
     ),
     Hook(
         f"{_GEN}.runtime.entrypoints.openai.prompt_enhancement.maybe_enhance_prompt",
