@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from harness.batching import together
 from harness.engine import FP32, Engine, Refused
 from harness.processes import (
     HARNESS,
@@ -75,12 +76,11 @@ def test_warm_up(glm, mode):
     assert len(re.findall("Guidance of ", log)) == 1  # the warm-up is neither counted nor logged
 
 
-def test_dynamic_batching_merges_equal_guidance_only(checkpoints):
+def test_dynamic_batching_merges_equal_guidance_only(checkpoints, tmp_path):
     flags = ("--batching-mode", "dynamic", "--batching-max-size", "4", "--batching-delay-ms", "700")
     precisions = (*FP32_FLAGS, "--text-encoder-precisions", "fp32")
-    with Server(
-        checkpoints["qwen-image"], "--guidance-buckets", "8", *flags, *precisions
-    ) as server:
+    guidance = ("--guidance-buckets", "8", "--guidance-trace", str(tmp_path))
+    with Server(checkpoints["qwen-image"], *guidance, *flags, *precisions) as server:
 
         def generate(curve, seed):
             return server.generate(guidance_curve=curve, seed=seed, negative_prompt="blurry")
@@ -99,6 +99,10 @@ def test_dynamic_batching_merges_equal_guidance_only(checkpoints):
             return "Processed dynamic batch of 2/4" in server.log.read_text()
 
         wait_until(merged)
+        traced = dict(guidance_trace=True, negative_prompt="blurry")
+        answers = together(server, [dict(prompt=f"cat {i}", **traced) for i in range(3)])
+        traces = [answer["guidance"]["trace"]["data"] for answer in answers]
+        assert len({Path(trace).read_text() for trace in traces}) == 3  # each request has its own
 
 
 def generate_command(model, tmp_path, *flags: str) -> list[str]:
@@ -129,6 +133,19 @@ def test_generate_command(glm, tmp_path):
     )
     assert "curve=front:3:1@0.5 buckets=[0:0-1@3 1:2-2@3 1:3-3@1 2:4-5@1]" in output
     assert len(list(tmp_path.glob("*.jpg")) + list(tmp_path.glob("*.png"))) == 1
+
+
+def test_generate_command_traces_every_image(glm, tmp_path):
+    """Its prompts share one request id."""
+    run_generate(
+        glm,
+        tmp_path,
+        *("--guidance-buckets", "3", "--guidance-trace", str(tmp_path / "traces")),
+        *("--prompt", "a cat", "a dog", "--num-outputs-per-prompt", "2"),
+    )
+    traces = [path.read_text() for path in (tmp_path / "traces").glob("*.json")]
+    assert len(traces) == len(set(traces)) == 4
+    assert len(list((tmp_path / "traces").glob("*.png"))) == 4
 
 
 def test_generate_command_with_a_config_file(glm, tmp_path):

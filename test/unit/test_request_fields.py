@@ -17,6 +17,7 @@ from sglang.multimodal_gen.guidance_buckets.request_hooks import (
     json_fields,
     remember_form_fields,
 )
+from sglang.multimodal_gen.guidance_buckets.server_hooks import sign_guidance
 from sglang.multimodal_gen.runtime.guidance.requests import request_options
 from sglang.multimodal_gen.runtime.guidance.support import check_request
 
@@ -143,3 +144,15 @@ def test_too_many_steps_are_refused_where_the_curve_would_be_cut():
     assert request_options(params(num_inference_steps=10_000), server(), {})
     off, long = server(guidance_buckets=0), params(num_inference_steps=10**6)
     assert build_sampling_params(lambda *args, **kwargs: long, "model", off) is long
+
+
+def test_what_dynamic_batching_may_merge():
+    """Equal guidance, and nothing that is traced: the trace would be the first request's."""
+
+    plain, same, other, traced, also = (
+        SimpleNamespace(extra={"guidance": dict(curve=curve, trace=trace)})
+        for curve, trace in [*[("front", False)] * 2, ("peak", False), *[("front", True)] * 2]
+    )
+    assert sign_guidance(("x",), None, plain) == sign_guidance(("x",), None, same)
+    assert sign_guidance(("x",), None, plain) != sign_guidance(("x",), None, other)
+    assert sign_guidance(("x",), None, traced) != sign_guidance(("x",), None, also)

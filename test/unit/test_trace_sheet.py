@@ -8,6 +8,7 @@ import torch
 from sglang.multimodal_gen.runtime.guidance.inside import (
     MAX_PICTURED_STEPS,
     MAX_TRACES,
+    _free_path,
     _keep_newest,
     pictured_steps,
 )
@@ -38,6 +39,17 @@ def test_a_wrong_step_stands_in_red():
 def test_a_model_without_uncond_branch_has_a_sheet():
     sheet = draw_sheet([traced(None), traced(None)], [2.0, 1.0])
     assert sheet.width < 400
+
+
+def test_requests_of_one_id_have_files_of_their_own(tmp_path):
+    paths = []
+    for request_id in ("one/id", "one/id", "one/id", None, None):
+        paths.append(_free_path(tmp_path, request_id))
+        paths[-1].write_text("x")
+    assert [path.name for path in paths[:3]] == [
+        *("guidance-one_id.png", "guidance-one_id-2.png", "guidance-one_id-3.png")
+    ]
+    assert len(set(paths)) == 5
 
 
 def test_the_folder_keeps_the_newest(tmp_path):

@@ -122,9 +122,12 @@ def sign_guidance(signature: tuple | None, scheduler: Any, req: Any) -> tuple | 
     """AFTER Scheduler._build_dynamic_batch_signature."""
     from sglang.multimodal_gen.runtime.guidance.plan import OPTIONS_KEY
 
-    if signature is None or OPTIONS_KEY not in req.extra:
+    options = req.extra.get(OPTIONS_KEY)
+    if signature is None or options is None:
         return None  # leaves the result as it is
-    return signature + ((OPTIONS_KEY, json.dumps(req.extra[OPTIONS_KEY], sort_keys=True)),)
+    if options["trace"]:
+        signature += (id(req),)  # merged, requests would share one trace
+    return signature + ((OPTIONS_KEY, json.dumps(options, sort_keys=True)),)
 
 
 def add_forward_counter(metrics: Any, server_args: Any, *_args, **_kwargs) -> None:

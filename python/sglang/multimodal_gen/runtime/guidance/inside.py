@@ -224,9 +224,8 @@ class TracedDecodingMixin:
         server_args: Any,
     ) -> None:
         report = batch.metrics.guidance
-        request_id = str(batch.request_id or time.time_ns())  # DiffGenerator's have none
-        name = "guidance-" + re.sub(r"[^\w.-]", "_", request_id)[:128]
-        sheet, data = (Path(server_args.guidance_trace, name + end) for end in (".png", ".json"))
+        sheet = _free_path(Path(server_args.guidance_trace), batch.request_id)
+        data = sheet.with_suffix(".json")
         draw_sheet(pictured, report["curve"]).save(sheet)
         data.write_text(json.dumps({"curve": report["curve"], "steps": rows}, indent=1) + "\n")
         _keep_newest(sheet.parent)
@@ -244,6 +243,13 @@ class TracedDecodingMixin:
         dtype = resolve_decode_precision(server_args, self.component_name, quality=quality)
         picture = self.decode(latents, server_args, vae_dtype=dtype)
         return picture.reshape(3, *picture.shape[-2:]).float().cpu()
+
+
+def _free_path(folder: Path, request_id: Any) -> Path:
+    """Where a sheet goes. The prompts of one `sglang generate` have one id, others have none."""
+    name = "guidance-" + re.sub(r"[^\w.-]", "_", str(request_id or time.time_ns()))[:128]
+    ends = ("", *(f"-{number}" for number in range(2, MAX_TRACES + 2)))
+    return next(path for end in ends if not (path := folder / f"{name}{end}.png").exists())
 
 
 def _keep_newest(folder: Path) -> None:
