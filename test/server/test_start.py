@@ -19,6 +19,7 @@ from harness.processes import (
     test_environment,
     wait_until,
 )
+from harness.recording import Recording
 from harness.server import (
     FP32_FLAGS,
     START_SECONDS,
@@ -63,16 +64,19 @@ def test_config_file_and_default_curve(glm, tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["request", "server"])
-def test_warm_up(glm, mode):
+def test_warm_up(glm, mode, tmp_path):
     """Warm-up requests have fewer steps than the list that is this server's default."""
-    flags = ("--warmup-mode", mode, "--warmup-resolutions", "64x64")
+    flags = ("--warmup-mode", mode, "--warmup-resolutions", "64x64", "--guidance-rows", "packed")
     curve = ("--guidance-buckets", "4", "--guidance-curve", "[3, 3, 1, 1, 1, 1]")
-    with Server(glm, *flags, *curve, *FP32_FLAGS) as server:
+    environment = probe_environment(PROBE_RECORD=str(tmp_path))
+    with Server(glm, *flags, *curve, *FP32_FLAGS, env=environment) as server:
         assert server.generate()["guidance"]["forwards"] == {"cond": 6, "uncond": 2}
         with pytest.raises(HTTPFailure, match="wanted 8 .* the server's --guidance-curve"):
             server.generate(num_inference_steps=8)
         log = server.log.read_text()
     assert "Warmup" in log or "warmup" in log
+    first, *_, last = Recording(tmp_path).take("noise")
+    assert (len(first), len(last)) == (2, 1)  # the warm-up had both branches
     assert len(re.findall("Guidance of ", log)) == 1  # the warm-up is neither counted nor logged
 
 

@@ -189,6 +189,26 @@ def test_bucket_runs():
     assert [run.to_dict()["scale"] for run in moving.bucket_runs()] == [[2.0, 1.8], [1.6, 1.4]]
 
 
+@pytest.mark.parametrize(
+    ("curve", "warmup_steps", "scales"),
+    [
+        ("constant:3", 1, [3]),
+        ("front:3:1@0.5", 2, [3, 1]),
+        ([1, 3, 2, 1], 2, [3, 3]),
+        ([1, 3], 2, [1, 3]),
+        ([1, 1, 1], 2, [1, 1]),
+        ("interval:3@0.1-0.6", 1, [3]),  # at one step it would not be guided
+        ("interval:3@0.1-0.6", 4, [1, 3, 3, 1]),
+        ("linear:1:0.5", 1, [0.975]),
+        ("constant:1", 1, [1]),
+        ("constant:0", 1, [0]),
+    ],
+)
+def test_warm_up_runs_the_branches_of_the_request(curve, warmup_steps, scales):
+    warmup = options(curve, buckets=64).for_warmup(warmup_steps, 20)
+    assert warmup.schedule(warmup_steps).scales == pytest.approx(scales)
+
+
 def test_branches():
     assert branches_of(1.0) == ("cond",)
     assert branches_of(0.0) == ("uncond",)

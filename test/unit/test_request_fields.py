@@ -18,7 +18,7 @@ from sglang.multimodal_gen.guidance_buckets.request_hooks import (
     remember_form_fields,
 )
 from sglang.multimodal_gen.guidance_buckets.server_hooks import sign_guidance
-from sglang.multimodal_gen.runtime.guidance.requests import request_options
+from sglang.multimodal_gen.runtime.guidance.requests import attach_plan, request_options
 from sglang.multimodal_gen.runtime.guidance.support import check_request
 
 FILE = UploadFile(io.BytesIO(b"x"), filename="x")
@@ -156,3 +156,49 @@ def test_what_dynamic_batching_may_merge():
     assert sign_guidance(("x",), None, plain) == sign_guidance(("x",), None, same)
     assert sign_guidance(("x",), None, plain) != sign_guidance(("x",), None, other)
     assert sign_guidance(("x",), None, traced) != sign_guidance(("x",), None, also)
+
+
+def planned(curve, *, steps=2, **attributes):
+    """What rank 0 puts into a request that no API built."""
+    sampling_params = params(num_inference_steps=steps, guidance_scale=4.0)
+    sampling_params._explicit_fields = set()
+    defaults = dict(request_id="r", num_outputs_per_prompt=1, num_inference_steps=steps)
+    defaults |= dict(is_warmup=False, extra={}, negative_prompt="x", guidance_scale=4.0)
+    req = SimpleNamespace(sampling_params=sampling_params, **defaults | attributes)
+    sampling_params.negative_prompt = req.negative_prompt
+    attach_plan(req, server(guidance_curve=curve))
+    scales = req.extra["bucket_plan"]["samples"][0]["scales"] if "bucket_plan" in req.extra else ()
+    return scales, req.extra.get("guidance_refusal")
+
+
+@pytest.mark.parametrize(
+    ("curve", "request_", "scales"),
+    [
+        ("constant", {}, (4.0, 4.0)),
+        ((1.0, 3.0, 2.0), {}, (3.0, 3.0)),
+        ((1.0, 3.0), {}, (1.0, 3.0)),
+        ("front:2:1@0.5", {"negative_prompt": None}, (1.0, 1.0)),
+        ("front:2:1@0.5", {}, (2.0, 1.0)),
+        ("constant:3", {"steps": 20_000}, (3.0,) * 20_000),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_a_warm_up_is_guided_where_it_can_be(curve, request_, scales):
+    assert planned(curve, is_warmup=True, **request_) == (scales, None)
+    prewarm = {"extra": {"server_internal_prewarm": True}}
+    assert planned(curve, **prewarm, **request_) == (scales, None)
+
+
+@pytest.mark.parametrize(
+    ("curve", "request_", "refusal"),
+    [
+        ((1.0, 3.0, 2.0), {}, "guidance_curve: got a list of 3 numbers, wanted 2"),
+        ("front:2:1@0.5", {"negative_prompt": None}, "negative_prompt: got None"),
+        ("constant:3", {"steps": 20_000}, "num_inference_steps: got 20000"),
+    ],
+    ids=repr,
+)
+def test_a_request_that_no_api_built_does_not_run_unguided(curve, request_, refusal):
+    """It is refused where its answer is made: an error here would lose it."""
+    scales, got = planned(curve, **request_)
+    assert scales == () and refusal in got

@@ -8,6 +8,7 @@ from typing import Any
 from sglang.multimodal_gen.configs.guidance_curves import (
     GuidanceError,
     GuidanceSchedule,
+    branches_of,
     check_bucket_mode,
     check_buckets,
     make_schedule,
@@ -90,11 +91,26 @@ class GuidanceOptions:
             scale=self.scale,
         )
 
-    def without_step_list(self) -> "GuidanceOptions":
-        """The same options for another step count: a list of numbers becomes `constant`."""
-        if isinstance(self.curve, str):
+    def for_warmup(self, warmup_steps: int, warmed_steps: int) -> "GuidanceOptions":
+        """The same options for a warm-up, which must run the branches that a request will.
+
+        A list of another length, and a curve that would not be guided at so few steps, become a
+        constant at their highest guided scale.
+
+        Args:
+            warmup_steps: of the warm-up.
+            warmed_steps: of the request that it stands for.
+        """
+        curve = parse_curve(self.curve)
+        guided = self._guided_scales(curve.num_steps or warmed_steps)
+        fits = curve.num_steps in (None, warmup_steps)
+        if fits and (self._guided_scales(warmup_steps) or not guided):
             return self
-        return replace(self, curve="constant")
+        return replace(self, curve="constant", scale=max(guided, default=1.0))
+
+    def _guided_scales(self, num_steps: int) -> list[float]:
+        scales = self.schedule(num_steps).scales
+        return [scale for scale in scales if len(branches_of(scale)) == 2]
 
     def to_dict(self) -> dict[str, Any]:
         return {

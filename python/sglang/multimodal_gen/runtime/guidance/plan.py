@@ -10,6 +10,7 @@ from sglang.multimodal_gen.configs.guidance_curves import GuidanceSchedule, bran
 
 PLAN_KEY = "bucket_plan"  # in Req.extra, beside the options that it was made from
 OPTIONS_KEY = "guidance"
+REFUSAL_KEY = "guidance_refusal"  # instead of both: why the request has no plan
 
 
 @dataclass(frozen=True, kw_only=True)

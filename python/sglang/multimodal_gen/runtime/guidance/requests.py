@@ -2,6 +2,7 @@
 """From a request's fields to its options, and from those to its plan."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from sglang.multimodal_gen.configs.guidance import (
@@ -10,9 +11,20 @@ from sglang.multimodal_gen.configs.guidance import (
     GuidanceOptions,
     resolve_options,
 )
-from sglang.multimodal_gen.configs.guidance_curves import GuidanceError, check_steps
-from sglang.multimodal_gen.runtime.guidance.plan import OPTIONS_KEY, PLAN_KEY, BucketPlan
+from sglang.multimodal_gen.configs.guidance_curves import check_steps
+from sglang.multimodal_gen.runtime.guidance.plan import (
+    OPTIONS_KEY,
+    PLAN_KEY,
+    REFUSAL_KEY,
+    BucketPlan,
+)
 from sglang.multimodal_gen.runtime.guidance.support import check_request
+from sglang.multimodal_gen.runtime.utils.logging_utils import init_logger
+
+logger = init_logger(__name__)
+
+# where upstream keeps the step count of the request that a warm-up stands for
+_WARMED_STEPS_KEY = "cache_dit_num_inference_steps"
 
 
 def server_guidance(server_args: Any) -> GuidanceConfig:
@@ -38,22 +50,8 @@ def request_options(
     Raises:
         GuidanceError: for anything that cannot be honoured. The API answers 400 with its text.
     """
-    config = server_guidance(server_args)
-    scale = server_args.pipeline_config.get_classifier_free_guidance_scale(
-        sampling_params, sampling_params.guidance_scale
-    )
-    # the very object tells which one the model takes: both may have the same value
-    uses_true_cfg = scale is sampling_params.true_cfg_scale and scale is not None
-    scale_field = "true_cfg_scale" if uses_true_cfg else "guidance_scale"
-    uses_cfg = sampling_params.should_use_classifier_free_guidance()
-    options = resolve_options(
-        fields,
-        config,
-        scale=scale,
-        scale_is_named=scale_field in getattr(sampling_params, "_explicit_fields", ()),
-        plain_cfg_scale=scale if uses_cfg else 1.0,
-    )
-    if not config.buckets:
+    options = _resolve(sampling_params, server_args, fields)
+    if not server_guidance(server_args).buckets:
         return None
     check_steps(sampling_params.num_inference_steps)
     check_request(
@@ -62,6 +60,25 @@ def request_options(
         scales=options.schedule(sampling_params.num_inference_steps).scales,
     )
     return options
+
+
+def _resolve(
+    sampling_params: Any, server_args: Any, fields: Mapping[str, Any]
+) -> GuidanceOptions:
+    scale = server_args.pipeline_config.get_classifier_free_guidance_scale(
+        sampling_params, sampling_params.guidance_scale
+    )
+    # the very object tells which one the model takes: both may have the same value
+    uses_true_cfg = scale is sampling_params.true_cfg_scale and scale is not None
+    scale_field = "true_cfg_scale" if uses_true_cfg else "guidance_scale"
+    uses_cfg = sampling_params.should_use_classifier_free_guidance()
+    return resolve_options(
+        fields,
+        server_guidance(server_args),
+        scale=scale,
+        scale_is_named=scale_field in getattr(sampling_params, "_explicit_fields", ()),
+        plain_cfg_scale=scale if uses_cfg else 1.0,
+    )
 
 
 def attach_options(req: Any, options: GuidanceOptions) -> None:
@@ -76,23 +93,40 @@ def attach_options(req: Any, options: GuidanceOptions) -> None:
 def attach_plan(req: Any, server_args: Any) -> None:
     """Make the request's plan. On rank 0, before the request is broadcast to the others.
 
-    Requests that no API built (warm-up) carry no options yet and get the server's.
+    Requests that no API built carry no options yet and get the server's: warm-up, and those of a
+    client whose process knows nothing of guidance buckets.
     """
-    if OPTIONS_KEY not in req.extra:
-        try:
-            options = request_options(req.sampling_params, server_args, {})
-        except GuidanceError:
-            # the default curve is a list of another length, or the model has no negative prompt
-            options = request_options(
-                req.sampling_params, server_args, {"guidance_curve": "constant:1"}
-            )
-        attach_options(req, options)
-    _make_plan(req)
+    try:
+        if OPTIONS_KEY not in req.extra:
+            warms_up = req.is_warmup or req.extra.get("server_internal_prewarm")
+            options = _warmup_options if warms_up else _server_options
+            attach_options(req, options(req, server_args))
+        _make_plan(req)
+    except Exception as error:  # raised from here it would lose the request, and its answer
+        logger.error("No guidance plan for request %s", req.request_id, exc_info=True)
+        req.extra[REFUSAL_KEY] = str(error)
+
+
+def _server_options(req: Any, server_args: Any) -> GuidanceOptions:
+    return request_options(req.sampling_params, server_args, {})
+
+
+def _warmup_options(req: Any, server_args: Any) -> GuidanceOptions:
+    """The server's as far as a warm-up can have them: it is not refused for what they are."""
+    options = _resolve(req.sampling_params, server_args, {})
+    if req.negative_prompt is None:
+        return replace(options, curve="constant", scale=1.0)
+    return _fit_warmup(req, options)
+
+
+def _fit_warmup(req: Any, options: GuidanceOptions) -> GuidanceOptions:
+    steps = req.num_inference_steps
+    return options.for_warmup(steps, req.extra.get(_WARMED_STEPS_KEY, steps))
 
 
 def replan_as_warmup(req: Any) -> None:
     """A warm-up copy has fewer steps than the request that it was copied from."""
-    attach_options(req, GuidanceOptions(**req.extra[OPTIONS_KEY]).without_step_list())
+    attach_options(req, _fit_warmup(req, GuidanceOptions(**req.extra[OPTIONS_KEY])))
     _make_plan(req)
 
 

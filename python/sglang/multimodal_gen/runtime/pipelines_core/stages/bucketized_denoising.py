@@ -27,7 +27,12 @@ from sglang.multimodal_gen.runtime.distributed.parallel_state import (
 )
 from sglang.multimodal_gen.runtime.guidance.agreement import agree_on_plan
 from sglang.multimodal_gen.runtime.guidance.combine import combine, is_plain
-from sglang.multimodal_gen.runtime.guidance.plan import OPTIONS_KEY, PLAN_KEY, BucketPlan
+from sglang.multimodal_gen.runtime.guidance.plan import (
+    OPTIONS_KEY,
+    PLAN_KEY,
+    REFUSAL_KEY,
+    BucketPlan,
+)
 from sglang.multimodal_gen.runtime.guidance.report import (
     RowCounter,
     build_report,
@@ -90,6 +95,8 @@ class BucketizedDenoisingMixin:
         plan, refusal = None, None
         # a rank that cannot go on says so below: the others would wait for it
         try:
+            if REFUSAL_KEY in batch.extra:
+                raise RuntimeError(batch.extra[REFUSAL_KEY])
             plan = BucketPlan.from_dict(batch.extra[PLAN_KEY])
             refusal = _plan_refusal(plan, ctx)
             super()._before_denoising_loop(ctx, batch, server_args)
