@@ -92,13 +92,11 @@ def test_one_fault_is_one_requests(topology):
     assert all(len(other.result()["data"]) == 1 for other in others)
 
 
-def test_seeds_that_fit_no_images_are_one_requests(topology):
-    """Found in the denoiser, where its images part; the other requests' denoiser is the same."""
-    with ThreadPoolExecutor(3) as pool:
-        odd = pool.submit(topology.head.generate, n=2, seed=[1, 2, 3])
-        others = [pool.submit(topology.head.generate, prompt=f"other {i}") for i in range(2)]
-    assert odd.exception().status == 500
-    assert all(len(other.result()["data"]) == 1 for other in others)
+def test_seeds_that_fit_no_images_are_refused_at_the_head(topology):
+    for seed in ([1, 2, 3], [1]):
+        with pytest.raises(HTTPFailure, match="seed: got .*, wanted 2 in a list") as failure:
+            topology.head.generate(n=2, seed=seed)
+        assert failure.value.status == 400
     assert len(topology.head.generate(n=2, seed=[1, 2])["data"]) == 2
 
 

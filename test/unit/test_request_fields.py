@@ -146,6 +146,30 @@ def test_too_many_steps_are_refused_where_the_curve_would_be_cut():
     assert build_sampling_params(lambda *args, **kwargs: long, "model", off) is long
 
 
+@pytest.mark.parametrize(
+    ("images", "seed", "given", "prompts"),
+    [
+        (1, 7, True, "one"),
+        (2, [1, 2], True, "one"),
+        (2, [1, 2, 3], False, "one"),
+        (2, [1], False, "one"),
+        (1, [1, 2], False, "one"),
+        (2, [1, 2, 3, 4], True, "two"),  # two prompts of a DiffGenerator, which counts for itself
+        (2, [1, 2, 3, 4], True, "a file"),
+    ],
+)
+def test_a_list_of_seeds_has_one_an_image(images, seed, given, prompts):
+    request = params(num_outputs_per_prompt=images, seed=seed, num_inference_steps=4, prompt="a")
+    if prompts == "two":
+        request.prompt = ["a", "b"]
+    args = server(prompt_file_path="prompts" if prompts == "a file" else None)
+    if given:
+        assert request_options(request, args, {})
+    else:
+        with pytest.raises(GuidanceError, match=f"seed: got .*, wanted {images} in a list"):
+            request_options(request, args, {})
+
+
 def test_what_dynamic_batching_may_merge():
     """Equal guidance, and nothing that is traced: the trace would be the first request's."""
 

@@ -11,7 +11,7 @@ from sglang.multimodal_gen.configs.guidance import (
     GuidanceOptions,
     resolve_options,
 )
-from sglang.multimodal_gen.configs.guidance_curves import check_steps
+from sglang.multimodal_gen.configs.guidance_curves import GuidanceError, check_steps
 from sglang.multimodal_gen.runtime.guidance.plan import (
     OPTIONS_KEY,
     PLAN_KEY,
@@ -54,12 +54,23 @@ def request_options(
     if not server_guidance(server_args).buckets:
         return None
     check_steps(sampling_params.num_inference_steps)
+    _check_seeds(sampling_params, server_args)
     check_request(
         sampling_params,
         names_guidance=any(fields.get(name) is not None for name in REQUEST_FIELDS),
         scales=options.schedule(sampling_params.num_inference_steps).scales,
     )
     return options
+
+
+def _check_seeds(sampling_params: Any, server_args: Any) -> None:
+    """Refuse what fails where a request's images part, or is cut to their number elsewhere."""
+    seed, images = sampling_params.seed, sampling_params.num_outputs_per_prompt
+    files = (sampling_params.prompt_path, getattr(server_args, "prompt_file_path", None))
+    if isinstance(sampling_params.prompt, list) or any(files):
+        return  # several prompts of a DiffGenerator may share a list, and it counts for itself
+    if isinstance(seed, list) and len(seed) != images:
+        raise GuidanceError("seed", seed, f"{images} in a list, one an image")
 
 
 def _resolve(
