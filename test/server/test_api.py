@@ -148,6 +148,8 @@ def test_bad_fields_answer_400(server, client, case):
         ({"progressive_mode": "dct"}, "progressive_mode"),
         ({"negative_prompt": "blurry", "guidance_curve": "constant"}, "negative_prompt"),
         ({"negative_prompt": "blurry", "guidance_buckets": 4}, "negative_prompt"),
+        ({"num_inference_steps": 1_000_000}, "num_inference_steps"),
+        ({"n": 2, "seed": [1]}, "seed"),
     ],
     ids=str,
 )

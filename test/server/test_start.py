@@ -169,6 +169,8 @@ def test_python(glm):
             engine.generate(guidance_curve="liner")
         with pytest.raises(Refused, match="cfg_gate_step"):
             engine.generate(cfg_gate_step=0.5)
+        with pytest.raises(Refused, match="num_inference_steps: got 1000000"):
+            engine.generate(num_inference_steps=1_000_000)
 
 
 GUIDED = ["--guidance-buckets", "4"]
