@@ -150,6 +150,7 @@ def test_bad_fields_answer_400(server, client, case):
         ({"negative_prompt": "blurry", "guidance_buckets": 4}, "negative_prompt"),
         ({"num_inference_steps": 1_000_000}, "num_inference_steps"),
         ({"n": 2, "seed": [1]}, "seed"),
+        ({"n": 2, "seed": 2**64 - 1}, "seed"),
     ],
     ids=str,
 )

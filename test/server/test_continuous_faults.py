@@ -54,6 +54,14 @@ def test_one_bad_row_fails_alone(probed, server, where):
     assert f"probe failed in {where}" in probed.log.read_text()
 
 
+def test_a_shared_step_that_fails_is_not_shared_again(probed):
+    wanted = [probed.generate(**dict(GOOD, prompt="fail when shared", seed=i)) for i in range(3)]
+    logged = len(probed.log.read_text())
+    bodies = [dict(GOOD, prompt="fail when shared", seed=i) for i in range(3)]
+    assert_same_pictures(together(probed, bodies), wanted)
+    assert probed.log.read_text()[logged:].count("A step of 2 samples failed") == 1
+
+
 def test_control_requests_between_the_steps(probed, server):
     """A control request that only reads is answered while others run; one that writes waits."""
     steps = 25
@@ -74,13 +82,15 @@ def test_control_requests_between_the_steps(probed, server):
 def test_a_client_that_goes_away_gives_its_rows_back(probed):
     body = dict(prompt="gone at a slow step", size="64x64", num_inference_steps=5000)
     before = steps_run(probed.trace)
+    logged = len(probed.log.read_text())
     with abandoned(probed, body):
         wait_until(lambda: steps_run(probed.trace) > before)
-    wait_until(lambda: "was aborted: its client is gone" in probed.log.read_text())
+    wait_until(lambda: "was aborted: its client is gone" in probed.log.read_text()[logged:])
     seen = len(trace_events(probed.trace))
     probed.generate(num_inference_steps=4)
     steps = [event for event in trace_events(probed.trace)[seen:] if event["name"] == "step"]
     assert [event["args"]["samples"] for event in steps] == [1] * 4
+    assert "Exception in ASGI application" not in probed.log.read_text()[logged:]
 
 
 def memory(server) -> int:

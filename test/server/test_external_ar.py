@@ -234,6 +234,18 @@ def test_a_source_image_that_cannot_be_taken(where, image, cause, request):
     assert cause in failure.value.body
 
 
+@pytest.mark.parametrize("where", ["server", "in_process"])
+def test_source_images_over_the_limit(where, request):
+    """As large as the picture, or beside it."""
+    server = request.getfixturevalue(where)
+    large = source_image(4096, 4096)
+    for images, size in (([large], {}), ([large] * 3, {"size": "64x64"})):
+        with pytest.raises(HTTPFailure) as failure:
+            server.edit(images, **size)
+        assert failure.value.status == 400
+        assert f"{len(images)} source images, takes" in failure.value.body
+
+
 def test_a_killed_ar_server_a_plain_one_in_its_place_and_the_first_again(glm, server, ar_server):
     """Each request in flight is answered once, health tells. Upstream's own AR server goes on with
     text-to-image, without seeds, and image-to-image says what it needs.

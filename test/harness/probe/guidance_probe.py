@@ -8,7 +8,8 @@ Settings in the environment:
     PROBE_FP32: comma-separated parts that compute in fp32: timestep, attention.
     PROBE_NO_SYNC: a step of a request whose prompt says "no sync" raises where it syncs the device.
     PROBE_FAIL: requests whose prompt says "fail in prepare", "row" or "decode" fail there; those
-        that go on "on rank 1" fail on that rank alone.
+        that go on "on rank 1" fail on that rank alone. Where it says "fail when shared", every step
+        of more than one sample fails.
     PROBE_SLOW: each step of requests whose prompt says "slow step" takes `SLOW_SECONDS` longer.
     PROBE_HOLD: a file; requests whose prompt says "held decode" wait there until it exists.
     PROBE_SWAP: requests whose prompt says "swapped halves" get uncond for cond and cond for
@@ -81,6 +82,11 @@ def register() -> None:
             (f"{glm_image}.GlmImageDecodingStage.forward", fail_in_decode),
         ):
             HookRegistry.register(target, hook, HookType.BEFORE)
+        HookRegistry.register(
+            f"{stages}.stepwise_denoising.StepwiseDenoisingMixin.step_samples",
+            fail_when_shared,
+            HookType.BEFORE,
+        )
     if "PROBE_SLOW" in os.environ:
         HookRegistry.register(
             f"{stages}.denoising.DenoisingStage._run_denoising_step", slow_step, HookType.BEFORE
@@ -185,6 +191,11 @@ def fail_in_row(stage, ctx, batch, *args, **kwargs) -> None:
 
 def fail_in_decode(stage, batch, *args, **kwargs) -> None:
     _fail(batch, "decode")
+
+
+def fail_when_shared(stage, samples, *args, **kwargs) -> None:
+    if len(samples) > 1 and "fail when shared" in str(samples[0].batch.prompt):
+        raise MemoryError("probe failed a shared step")
 
 
 def swap_halves(prediction, stage, *args, **kwargs):

@@ -12,6 +12,14 @@ from PIL import Image
 
 from sglang.multimodal_gen.configs.sample.glmimage import align_glm_image_resolution
 
+MAX_SOURCE_PIXELS = 2**26  # 8192 x 8192
+
+
+def check_pixels(image: Image.Image) -> None:
+    """Before the pixels of an opened image take memory. Raises ValueError for too many."""
+    if image.width * image.height > MAX_SOURCE_PIXELS:
+        raise ValueError(f"more than {MAX_SOURCE_PIXELS} pixels")
+
 
 def source_size(size: tuple[int, int], image_processor: Any) -> tuple[int, int]:
     """The nearest size that the AR model's processor leaves alone, in multiples of 32 pixels.

@@ -14,6 +14,8 @@ from sglang.multimodal_gen.guidance_buckets.disagg_hooks import carry_source_ima
 # the guidance fields of the multipart request that this task serves
 _form_fields: ContextVar[dict[str, Any]] = ContextVar("guidance_form_fields", default={})
 
+_CLIENT_CLOSED_REQUEST = 499  # nginx's; no client sees it
+
 # the HTTP request that this task serves
 _raw_request: ContextVar[Any] = ContextVar("guidance_raw_request", default=None)
 
@@ -99,13 +101,19 @@ async def abort_when_disconnected(original, scheduler_client: Any, batch: Any, *
         await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         gone.cancel()
-    if not work.done():
-        from sglang.multimodal_gen.runtime.guidance.abort import AbortReq
+    if work.done():
+        return await work
+    from fastapi import HTTPException
 
-        # to every replica: which one took the request is the client's secret
-        for endpoint in scheduler_client.server_args.scheduler_endpoints:
-            await scheduler_client._forward_one(endpoint, AbortReq(batch.request_id), None)
-    return await work
+    from sglang.multimodal_gen.runtime.guidance.abort import AbortReq
+
+    # to every replica: which one took the request is the client's secret
+    for endpoint in scheduler_client.server_args.scheduler_endpoints:
+        await scheduler_client._forward_one(endpoint, AbortReq(batch.request_id), None)
+    try:
+        return await work
+    except RuntimeError as error:  # nobody reads it, and a traceback would look like a fault
+        raise HTTPException(_CLIENT_CLOSED_REQUEST, str(error)) from None
 
 
 async def _disconnected(request: Any) -> None:

@@ -23,6 +23,8 @@ from sglang.multimodal_gen.runtime.utils.logging_utils import init_logger
 
 logger = init_logger(__name__)
 
+_LOWEST_SEED, _HIGHEST_SEED = -(2**63), 2**64 - 1  # of torch.Generator
+
 # where upstream keeps the step count of the request that a warm-up stands for
 _WARMED_STEPS_KEY = "cache_dit_num_inference_steps"
 
@@ -66,6 +68,9 @@ def request_options(
 def _check_seeds(sampling_params: Any, server_args: Any) -> None:
     """Refuse what fails where a request's images part, or is cut to their number elsewhere."""
     seed, images = sampling_params.seed, sampling_params.num_outputs_per_prompt
+    given = [one for one in (seed if isinstance(seed, list) else [seed]) if isinstance(one, int)]
+    if any(not _LOWEST_SEED <= one <= _HIGHEST_SEED - ((images or 1) - 1) for one in given):
+        raise GuidanceError("seed", seed, f"from {_LOWEST_SEED} to {_HIGHEST_SEED} for each image")
     files = (sampling_params.prompt_path, getattr(server_args, "prompt_file_path", None))
     if isinstance(sampling_params.prompt, list) or any(files):
         return  # several prompts of a DiffGenerator may share a list, and it counts for itself

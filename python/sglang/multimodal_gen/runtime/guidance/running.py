@@ -12,6 +12,10 @@ from sglang.multimodal_gen.runtime.pipelines_core.stages.model_specific_stages.g
     Prior,
 )
 from sglang.multimodal_gen.runtime.pipelines_core.stages.stepwise_denoising import RunningSample
+from sglang.multimodal_gen.runtime.utils.trace_wrapper import DiffStage
+
+# of ``--enable-trace``; upstream's loop makes them, outermost first
+_SPANS = (DiffStage.SCHEDULER_DISPATCH, DiffStage.GPU_FORWARD)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,14 +56,31 @@ class Admitted:
 
     def __post_init__(self) -> None:
         self.outputs = [None] * len(self.requests)
+        for context in self._trace_contexts:
+            context.rebuild_thread_context()
+            for stage in _SPANS:
+                context.trace_slice_start(stage.stage_name, level=stage.level)
 
     @property
     def requests(self) -> list[Req]:
         return requests_of(self.item)
 
+    @property
+    def _trace_contexts(self) -> list[Any]:
+        """Of the requests; several images of one request may share theirs."""
+        return list({id(req.trace_ctx): req.trace_ctx for req in self.requests}.values())
+
     def claim_answer(self) -> bool:
         """True once: the loop and the decoding thread may both have an answer."""
-        return next(self._claims) == 0
+        if next(self._claims) > 0:
+            return False
+        for context in self._trace_contexts:
+            for stage in reversed(_SPANS):
+                outermost = stage is _SPANS[0]
+                context.trace_slice_end(
+                    stage.stage_name, level=stage.level, thread_finish_flag=outermost
+                )
+        return True
 
 
 @dataclass(eq=False)
@@ -69,16 +90,23 @@ class Running:
     Attributes:
         number: counts admissions, lower is older.
         index: of its request in `admitted`.
+        row_limit: rows of a step that it shares, after a larger one failed.
     """
 
     number: int
     admitted: Admitted
     index: int
     sample: RunningSample
+    row_limit: int | None = None
 
     @property
     def key(self) -> Any:
         return self.sample.share_key or self.number
+
+    @property
+    def most_rows(self) -> int | None:
+        limits = (self.row_limit, self.sample.most_rows)
+        return min((limit for limit in limits if limit is not None), default=None)
 
     def planned(self) -> PlannedSample:
         """Its steps from the next one on."""

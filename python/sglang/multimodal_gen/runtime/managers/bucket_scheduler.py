@@ -171,7 +171,7 @@ class BucketScheduler:
                 key=running.key,
                 rows=running.sample.rows,
                 arrival=number,
-                most_rows=running.sample.most_rows,
+                most_rows=running.most_rows,
             )
             for number, running in self.running.items()
         ]
@@ -281,6 +281,8 @@ class BucketScheduler:
                 raise priors
             for req, prior in zip(admitted.requests, priors or ()):
                 assign_prior(req, prior)
+            begins = not (self.running or self.runner.decodes)
+            self.runner.note_memory(admitted.requests, begins=begins)
             samples = self.runner.prepare(admitted.requests, skip_stages=int(priors is not None))
         except Exception as error:
             if not isinstance(error, PlanMismatch):
@@ -347,6 +349,9 @@ class BucketScheduler:
         """After a shared step that failed: only a sample that fails again gets the error."""
         self.agreed = None
         self.runner.drop_leftovers()
+        row_limit = sum(running.sample.rows for running in group) // 2
+        for running in group:  # or the next step would share as many rows, and fail as well
+            running.row_limit = row_limit
         for running, step in zip(group, before):
             if running.sample.step > step or running.number not in self.running:
                 continue

@@ -41,6 +41,7 @@ from sglang.multimodal_gen.runtime.pipelines_core.stages.stepwise_denoising impo
 from sglang.multimodal_gen.runtime.platforms import current_platform
 from sglang.multimodal_gen.runtime.server_args.server_args import RESIDENT
 from sglang.multimodal_gen.runtime.utils.logging_utils import init_logger
+from sglang.multimodal_gen.runtime.utils.perf_logger import capture_memory_snapshot
 
 logger = init_logger(__name__)
 
@@ -77,6 +78,21 @@ class SampleRunner:
         )
 
     # --- before denoising -----------------------------------------------------------------------
+
+    def note_memory(self, requests: list[Req], *, begins: bool) -> None:
+        """What upstream notes before a forward: the peaks of its answers count from there.
+
+        Args:
+            begins: nothing else runs. A peak is that of all samples that run together.
+        """
+        if current_platform.is_cpu():
+            return
+        if begins:
+            torch.get_device_module().reset_peak_memory_stats()
+        if self.worker.is_output_rank:
+            snapshot = capture_memory_snapshot()
+            for req in requests:
+                req.metrics.record_memory_snapshot("before_forward", snapshot)
 
     def prepare(self, requests: list[Req], skip_stages: int = 0) -> list[RunningSample]:
         """Run the stages before denoising, of a group together; its samples join at the next step.

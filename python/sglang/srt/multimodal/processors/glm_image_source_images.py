@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from PIL import Image, ImageOps
 
-from sglang.multimodal_gen.configs.glm_image_sources import fit_source
+from sglang.multimodal_gen.configs.glm_image_sources import check_pixels, fit_source
 from sglang.srt.models.glm_image_vl import GlmImageForConditionalGeneration
 from sglang.srt.multimodal.processors.glm_image import GlmImageProcessor
 
@@ -66,6 +66,8 @@ def _decode(url: str) -> Image.Image:
         raise ValueError("image_data: wanted data URLs beside input_ids")
     encoded = base64.b64decode(url.split(",", 1)[1], validate=True)
     try:
-        return ImageOps.exif_transpose(Image.open(io.BytesIO(encoded))).convert("RGB")
+        image = Image.open(io.BytesIO(encoded))
+        check_pixels(image)
+        return ImageOps.exif_transpose(image).convert("RGB")
     except (OSError, Image.DecompressionBombError) as error:
         raise ValueError(f"image_data: {error}") from None

@@ -4,16 +4,21 @@
 import base64
 import hashlib
 import io
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import orjson
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from sglang.multimodal_gen.configs.glm_image_prior import SOURCE_IMAGES_KEY, PriorError
-from sglang.multimodal_gen.configs.glm_image_sources import fit_source
+from sglang.multimodal_gen.configs.glm_image_sources import (
+    check_pixels,
+    fit_source,
+    source_size,
+)
 from sglang.multimodal_gen.configs.sample.glmimage import align_glm_image_resolution
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req
 from sglang.multimodal_gen.runtime.pipelines_core.stages.model_specific_stages.glm_image import (
@@ -32,7 +37,7 @@ _NOT_AN_IMAGE = (
     Image.DecompressionBombError,
 )
 _DATA_URL = "data:image/*;base64,"
-MAX_SOURCE_PIXELS = 2**26  # 8192 x 8192
+_MAX_SHOWN = 200  # characters of a cause; it may repeat a whole image
 _MAX_SEED = 2**63 - 1  # SRT's
 
 
@@ -120,11 +125,11 @@ def prepare(
     """
     encoded = [read_encoded(source, i) for i, source in enumerate(request.sources)]
     originals = [decode(image, i) for i, image in enumerate(encoded)]
-    wanted_size = request.width, request.height
-    if originals:
-        wanted_size = tuple(map(lambda given, own: given or own, wanted_size, originals[0].size))
+    wanted_size = _wanted_size(request, originals)
     width, height = align_glm_image_resolution(*wanted_size)
-    images = [_fit(image, processor, i) for i, image in enumerate(originals)]
+    for i, image in enumerate(originals):
+        _fitted_size(image, processor, i)
+    images = [fit_source(image, processor.image_processor) for image in originals]
     inputs = _tokenize(processor, request.prompt, images, height, width)
     grids_N3 = inputs["image_grid_thw"]
     max_new_tokens, skipped, token_h, token_w = GlmImageAR._compute_generation_params(
@@ -133,11 +138,7 @@ def prepare(
     source_grids = tuple((int(h), int(w)) for _, h, w in grids_N3[: len(images)].tolist())
     input_ids = inputs["input_ids"][0].tolist()
     if context is not None and len(input_ids) + max_new_tokens > context:
-        raise PriorError(
-            400,
-            "size {}x{}".format(*wanted_size),
-            f"takes {len(input_ids) + max_new_tokens} tokens, the AR model has {context}",
-        )
+        raise _too_large(wanted_size, originals, len(input_ids) + max_new_tokens, context)
     sources = [_DATA_URL + base64.b64encode(image).decode() for image in encoded]
     digest = hashlib.sha256(b"".join(hashlib.sha256(image).digest() for image in encoded))
     return Prepared(
@@ -172,15 +173,27 @@ def check_request(req: Req, processor: Any, context: int) -> None:
         PriorError: 400, for a picture that cannot fit, and for a source image that `prepare` would
             refuse.
     """
-    tokens = (req.width or 0) * (req.height or 0) // 32**2
+    request = PriorRequest.of(req)
+    originals = [decode(read_encoded(one, i), i) for i, one in enumerate(request.sources)]
+    sizes = [_fitted_size(image, processor, i) for i, image in enumerate(originals)]
+    wanted_size = _wanted_size(request, originals)
+    tokens = sum(width * height // 32**2 for width, height in [wanted_size, *sizes])
     if tokens > context:
-        raise PriorError(
-            400,
-            f"size {req.width}x{req.height}",
-            f"takes more than {tokens} tokens, the AR model has {context}",
-        )
-    for i, source in enumerate(PriorRequest.of(req).sources):
-        _fit(decode(read_encoded(source, i), i), processor, i)
+        raise _too_large(wanted_size, originals, f"more than {tokens}", context)
+
+
+def _wanted_size(request: PriorRequest, originals: list[Image.Image]) -> tuple[int, int]:
+    """(width, height) of the picture: the first source image's, where the request has none."""
+    width, height = originals[0].size if originals else (0, 0)
+    return request.width or width, request.height or height
+
+
+def _too_large(
+    size: tuple[int, int], sources: list[Image.Image], tokens: Any, context: int
+) -> PriorError:
+    with_sources = f"with {len(sources)} source images, " if sources else ""
+    cause = f"{with_sources}takes {tokens} tokens, the AR model has {context}"
+    return PriorError(400, "size {}x{}".format(*size), cause)
 
 
 def _tokenize(processor: Any, prompt: str, images: list[Image.Image], height: int, width: int):
@@ -196,30 +209,31 @@ def _tokenize(processor: Any, prompt: str, images: list[Image.Image], height: in
     )
 
 
-def _fit(image: Image.Image, processor: Any, index: int) -> Image.Image:
+def _fitted_size(image: Image.Image, processor: Any, index: int) -> tuple[int, int]:
     try:
-        return fit_source(image, processor.image_processor)
+        return source_size(image.size, processor.image_processor)
     except ValueError as error:
         raise PriorError(400, f"source image {index}", str(error)) from None
 
 
 def read_encoded(source: str, index: int) -> bytes:
-    """The bytes of an image file, from a path, an ``http`` address or a data URL."""
+    """The bytes of an image file, from a path, an ``http`` address, a data URL or base64."""
     from sglang.srt.utils import get_image_bytes
 
-    is_address = source.startswith(("data:", "http://", "https://"))
     try:
-        return get_image_bytes(source) if is_address else Path(source).read_bytes()
+        return Path(source).read_bytes() if os.path.isfile(source) else get_image_bytes(source)
     except (OSError, ValueError) as error:
-        raise PriorError(400, f"source image {index}", f"cannot be read: {error}") from None
+        cause = f"cannot be read: {str(error)[:_MAX_SHOWN]}"
+        raise PriorError(400, f"source image {index}", cause) from None
 
 
 def decode(encoded: bytes, index: int) -> Image.Image:
     """RGB and upright, as upstream's own stage sees it."""
     try:
         image = Image.open(io.BytesIO(encoded))
-        if image.width * image.height > MAX_SOURCE_PIXELS:  # before its pixels take memory
-            raise ValueError(f"more than {MAX_SOURCE_PIXELS} pixels")
+        check_pixels(image)
         return load_image(image)
+    except UnidentifiedImageError:  # its text is an address in memory
+        raise PriorError(400, f"source image {index}", "not an image of a known format") from None
     except _NOT_AN_IMAGE as error:
         raise PriorError(400, f"source image {index}", f"not an image: {error}") from None

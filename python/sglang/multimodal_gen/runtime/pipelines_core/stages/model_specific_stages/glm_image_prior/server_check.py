@@ -93,6 +93,7 @@ class Expected:
             processor: GLM-Image's, as transformers loads it.
         """
         request = PriorRequest(prompt="a", height=32, width=32, seeds=(_PROBE_SEED,), sources=())
+        # draws from all ids: from the few likely ones, two seeds might give the same by chance
         prepared = prepare(request, processor, codebook)
         prepared.payload["sampling_params"]["max_new_tokens"] = _PROBE_TOKENS
         return cls(
