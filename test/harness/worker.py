@@ -94,6 +94,21 @@ class Worker:
                 self.runner.advance(group, key=None)
         return [sample.ctx.latents.clone() for sample in samples]
 
+    def loop(self, metrics: Any = None):
+        """A step loop around this worker, without sockets; its `answers` are by identity."""
+        from sglang.multimodal_gen.runtime.managers.bucket_scheduler import BucketScheduler
+        from sglang.multimodal_gen.runtime.managers.scheduler import Scheduler
+
+        scheduler = Scheduler.__new__(Scheduler)
+        scheduler.worker, scheduler.server_args = self.worker, self.server_args
+        scheduler.metrics, scheduler.waiting_queue = metrics, deque()
+        scheduler._inflight_finalizes = deque()
+        scheduler._req_based_warmup_failed = False
+        scheduler.return_result = lambda output, identity, **_: answers.update({identity: output})
+        loop = BucketScheduler(scheduler)
+        answers = loop.answers = {}
+        return loop
+
     def set_lora(self, nickname: str, path: Path) -> bool:
         """A LoRA request as the scheduler's process handles one; whether it failed."""
         from sglang.multimodal_gen.runtime.entrypoints.control_requests import SetLoraReq

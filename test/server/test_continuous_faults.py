@@ -81,8 +81,7 @@ def test_control_requests_between_the_steps(probed, server):
 
 def test_a_client_that_goes_away_gives_its_rows_back(probed):
     body = dict(prompt="gone at a slow step", size="64x64", num_inference_steps=5000)
-    before = steps_run(probed.trace)
-    logged = len(probed.log.read_text())
+    before, logged = steps_run(probed.trace), len(probed.log.read_text())
     with abandoned(probed, body):
         wait_until(lambda: steps_run(probed.trace) > before)
     wait_until(lambda: "was aborted: its client is gone" in probed.log.read_text()[logged:])
@@ -90,7 +89,10 @@ def test_a_client_that_goes_away_gives_its_rows_back(probed):
     probed.generate(num_inference_steps=4)
     steps = [event for event in trace_events(probed.trace)[seen:] if event["name"] == "step"]
     assert [event["args"]["samples"] for event in steps] == [1] * 4
-    assert "Exception in ASGI application" not in probed.log.read_text()[logged:]
+    new = probed.log.read_text()[logged:]
+    assert new.count("its client is gone") == 1 and "Traceback" not in new
+    counts = re.findall(r'diffusion_requests_total{.*status="(\w+)"} (\S+)', probed.get("/metrics"))
+    assert dict(counts)["aborted"] == "1.0"
 
 
 def memory(server) -> int:

@@ -85,8 +85,10 @@ async def abort_when_disconnected(original, scheduler_client: Any, batch: Any, *
     """Around process_generation_batch, on a server with continuous batching, and on a head.
 
     A client that goes away takes its request out of the running batch, or off the AR server.
-    Upstream would finish it.
+    Upstream would finish it. Raises HTTPException 499, which nobody reads, for such a request.
     """
+    from fastapi import HTTPException
+
     from sglang.multimodal_gen.runtime.server_args import get_global_server_args
 
     request = _raw_request.get()
@@ -95,25 +97,36 @@ async def abort_when_disconnected(original, scheduler_client: Any, batch: Any, *
     head = server_args.denoiser_urls and prior_config(server_args) is not None
     if request is None or not (getattr(server_args, "max_running_samples", 0) or head):
         return await original(scheduler_client, batch, **kwargs)
-    work = asyncio.ensure_future(original(scheduler_client, batch, **kwargs))
     gone = asyncio.ensure_future(_disconnected(request))
+
+    async def forward(batches: Any) -> Any:
+        result = await scheduler_client.forward(batches)
+        if result.error and gone.done():
+            raise asyncio.CancelledError  # any other would be logged as an error of this server
+        return result
+
+    work = asyncio.ensure_future(original(SimpleNamespace(forward=forward), batch, **kwargs))
     try:
         await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+    except asyncio.CancelledError:
+        work.cancel()
+        raise
     finally:
         gone.cancel()
-    if work.done():
-        return await work
-    from fastapi import HTTPException
+    if not work.done():
+        from sglang.multimodal_gen.runtime.guidance.abort import AbortReq
 
-    from sglang.multimodal_gen.runtime.guidance.abort import AbortReq
-
-    # to every replica: which one took the request is the client's secret
-    for endpoint in scheduler_client.server_args.scheduler_endpoints:
-        await scheduler_client._forward_one(endpoint, AbortReq(batch.request_id), None)
+        # to every replica: which one took the request is the client's secret
+        abort = AbortReq(batch.request_id)
+        endpoints = scheduler_client.server_args.scheduler_endpoints
+        sent = [scheduler_client._forward_one(endpoint, abort, None) for endpoint in endpoints]
+        await asyncio.gather(*sent, return_exceptions=True)  # `work` too knows of a dead replica
     try:
         return await work
-    except RuntimeError as error:  # nobody reads it, and a traceback would look like a fault
-        raise HTTPException(_CLIENT_CLOSED_REQUEST, str(error)) from None
+    except asyncio.CancelledError:
+        if asyncio.current_task().cancelling():
+            raise
+        raise HTTPException(_CLIENT_CLOSED_REQUEST, "the client closed the request") from None
 
 
 async def _disconnected(request: Any) -> None:

@@ -2,6 +2,7 @@
 """What the step loop tells of itself: a log line every few seconds, its part of ``/metrics``."""
 
 import time
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,6 +77,22 @@ class LoopMetrics:
                 window.admission_wait_s / max(1, window.admissions),
             )
         self._window = _Window(since=now)
+
+
+def finish_aborted(server_metrics: Any, key: Hashable) -> None:
+    """What upstream's `DiffusionMetrics.finish` does, with a status beside its two."""
+    state = server_metrics._requests.pop(key, None)
+    if state is None:
+        return
+    start, is_warmup, dispatched = state
+    if dispatched:
+        server_metrics._running -= 1
+    else:
+        server_metrics._queued -= 1
+    labels = (*server_metrics._labels, "aborted", str(is_warmup).lower())
+    server_metrics.requests.labels(*labels).inc()
+    server_metrics.latency.labels(*labels).observe(time.monotonic() - start)
+    server_metrics._publish_depths()
 
 
 class _Exported:

@@ -20,7 +20,8 @@ class Candidate:
         key: samples of equal keys may share a forward.
         rows: of its next step.
         arrival: lower is older.
-        most_rows: of a step of its key, where more would only make it longer; None has no limit.
+        most_rows: of a step of its key, where more would only make it longer, or failed; None has
+            no limit.
     """
 
     sample_id: Hashable

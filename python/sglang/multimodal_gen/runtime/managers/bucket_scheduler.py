@@ -26,7 +26,7 @@ from sglang.multimodal_gen.runtime.entrypoints.control_requests import (
 )
 from sglang.multimodal_gen.runtime.guidance.abort import AbortReq
 from sglang.multimodal_gen.runtime.guidance.agreement import PlanMismatch, agree_on_plan
-from sglang.multimodal_gen.runtime.guidance.metrics import LoopMetrics
+from sglang.multimodal_gen.runtime.guidance.metrics import LoopMetrics, finish_aborted
 from sglang.multimodal_gen.runtime.guidance.plan import BucketPlan, SampleStep
 from sglang.multimodal_gen.runtime.guidance.policy import Candidate, FairTurns
 from sglang.multimodal_gen.runtime.guidance.running import (
@@ -153,16 +153,27 @@ class BucketScheduler:
 
     def _abort(self, identity: bytes | None, abort: AbortReq) -> None:
         """On every rank between the same two steps: requests arrive in the same order."""
-        gone = f"request {abort.request_id} was aborted: its client is gone"
+        gone = f"Request {abort.request_id} was aborted: its client is gone"
         for entry in [e for e in self.waiting if has_request_id(e[1], abort.request_id)]:
             self.waiting.remove(entry)
             if (priors := self.priors.pop(id(entry[1]), None)) is not None:
                 priors.cancel()
+            self._count_aborted(entry[1], gone)
             self._answer(entry[:2], OutputBatch(error=gone))
         for running in list(self.running.values()):
-            if has_request_id(running.admitted.item, abort.request_id):
+            # one of a group takes the others along
+            here = running.number in self.running
+            if here and has_request_id(running.admitted.item, abort.request_id):
+                self._count_aborted(running.admitted.item, gone)
                 self._drop(running.admitted, OutputBatch(error=gone))
         self._answer((identity, abort), OutputBatch())
+
+    def _count_aborted(self, item: Any, gone: str) -> None:
+        """Before its answer, which would count an error."""
+        if self.decides:
+            logger.info(gone)
+        if self.scheduler.metrics is not None:
+            finish_aborted(self.scheduler.metrics, id(item))
 
     def _decide(self) -> Decision:
         candidates = [
@@ -281,8 +292,8 @@ class BucketScheduler:
                 raise priors
             for req, prior in zip(admitted.requests, priors or ()):
                 assign_prior(req, prior)
-            begins = not (self.running or self.runner.decodes)
-            self.runner.note_memory(admitted.requests, begins=begins)
+            if not (self.running or self.runner.decodes):
+                self.runner.reset_peak_memory()
             samples = self.runner.prepare(admitted.requests, skip_stages=int(priors is not None))
         except Exception as error:
             if not isinstance(error, PlanMismatch):
@@ -304,14 +315,17 @@ class BucketScheduler:
             self._agree_on_set(group)
         except PlanMismatch as error:
             if len(group) > 1:
-                self._advance_one_by_one(group, before)
+                self._advance_one_by_one(group, before, rows)
             else:
                 self._drop(group[0].admitted, failure(group[0].admitted.item, error))
         else:
-            self._advance(group, before)
+            self._advance(group, before, rows)
         if self.metrics is not None:
             padded = self.runner.stage.padded_rows
             self.metrics.step(samples=len(group), rows=rows, padded=padded)
+        if self.scheduler.metrics is not None:
+            requests = len({running.admitted for running in group})
+            self.scheduler.metrics.observe_batch(requests, "shared_step")
         self._trace_step(group, traced, start)
         for running in group:
             if running.number in self.running and running.sample.done:
@@ -333,7 +347,7 @@ class BucketScheduler:
             agree_on_plan(_plan_of(group), acts_on=acts_on, refusal=refusal)
         self.agreed = [(number, step + 1) for number, step in expected]
 
-    def _advance(self, group: list[Running], before: list[int]) -> None:
+    def _advance(self, group: list[Running], before: list[int], rows: int) -> None:
         try:
             self._charge(self.runner.advance([r.sample for r in group], group[0].key))
             return
@@ -343,15 +357,12 @@ class BucketScheduler:
                 raise _FatalDistributedForward(f"a step failed: {error!r}") from error
             logger.error("A step of %d samples failed: %s", len(group), error, exc_info=True)
         # only now, without the error, which holds the tensors of the failed step
-        self._advance_one_by_one(group, before)
+        self._advance_one_by_one(group, before, rows)
 
-    def _advance_one_by_one(self, group: list[Running], before: list[int]) -> None:
+    def _advance_one_by_one(self, group: list[Running], before: list[int], rows: int) -> None:
         """After a shared step that failed: only a sample that fails again gets the error."""
         self.agreed = None
         self.runner.drop_leftovers()
-        row_limit = sum(running.sample.rows for running in group) // 2
-        for running in group:  # or the next step would share as many rows, and fail as well
-            running.row_limit = row_limit
         for running, step in zip(group, before):
             if running.sample.step > step or running.number not in self.running:
                 continue
@@ -362,6 +373,10 @@ class BucketScheduler:
                 if not (self.alone or isinstance(error, PlanMismatch)):
                     raise _FatalDistributedForward(f"a step failed: {error!r}") from error
                 self._drop(running.admitted, failure(running.admitted.item, error))
+        if len(group) > 1 and all(running.number in self.running for running in group):
+            # sharing is what failed, perhaps for want of memory: it would fail again at each step
+            for running in group:
+                running.row_limit = rows - 1
 
     def _charge(self, charges: list[tuple[Hashable, float]]) -> None:
         for key, seconds in charges:
@@ -394,6 +409,8 @@ class BucketScheduler:
         self.runner.drain()
         if scheduler.metrics is not None:
             scheduler.metrics.dispatch(id(item))
+            if requests_of(item):
+                scheduler.metrics.observe_batch(1, "whole")
         try:
             output = scheduler._dispatch_single_request(item)
         except Exception as error:

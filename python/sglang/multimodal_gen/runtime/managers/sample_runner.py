@@ -27,7 +27,10 @@ from sglang.multimodal_gen.runtime.guidance.agreement import (
 from sglang.multimodal_gen.runtime.guidance.plan import BucketPlan
 from sglang.multimodal_gen.runtime.guidance.running import Admitted, Running, label
 from sglang.multimodal_gen.runtime.guidance.support import unrouted
-from sglang.multimodal_gen.runtime.managers.gpu_worker import _FatalDistributedForward
+from sglang.multimodal_gen.runtime.managers.gpu_worker import (
+    OOM_MSG,
+    _FatalDistributedForward,
+)
 from sglang.multimodal_gen.runtime.managers.progress_reporter import get_progress_reporter
 from sglang.multimodal_gen.runtime.managers.request_gc import request_gc
 from sglang.multimodal_gen.runtime.managers.scheduler import Scheduler
@@ -79,21 +82,6 @@ class SampleRunner:
 
     # --- before denoising -----------------------------------------------------------------------
 
-    def note_memory(self, requests: list[Req], *, begins: bool) -> None:
-        """What upstream notes before a forward: the peaks of its answers count from there.
-
-        Args:
-            begins: nothing else runs. A peak is that of all samples that run together.
-        """
-        if current_platform.is_cpu():
-            return
-        if begins:
-            torch.get_device_module().reset_peak_memory_stats()
-        if self.worker.is_output_rank:
-            snapshot = capture_memory_snapshot()
-            for req in requests:
-                req.metrics.record_memory_snapshot("before_forward", snapshot)
-
     def prepare(self, requests: list[Req], skip_stages: int = 0) -> list[RunningSample]:
         """Run the stages before denoising, of a group together; its samples join at the next step.
 
@@ -109,6 +97,8 @@ class SampleRunner:
         request_gc.collect_after_warmup()
         if len(requests) > 1:
             self.worker._validate_group_forward_reqs(requests)
+        self.worker._release_warmup_pool(requests[0])
+        self._record_memory("before_forward", [req.metrics for req in requests])
         for req in requests:
             req.log(server_args=self.server_args)
             _report_start(req)
@@ -124,6 +114,18 @@ class SampleRunner:
             with self._inside_stage(req):
                 samples.append(self.stage.start_sample(req, self.server_args))
         return samples
+
+    def reset_peak_memory(self) -> None:
+        """Where nothing runs: the device has one peak, whatever runs side by side."""
+        if not (current_platform.is_cpu() or current_platform.is_mps()):
+            torch.get_device_module().reset_peak_memory_stats()
+
+    def _record_memory(self, name: str, metrics: list[Any]) -> None:
+        if self.worker.is_output_rank and not current_platform.is_cpu():
+            snapshot = capture_memory_snapshot()
+            for one in metrics:
+                if one is not None:
+                    one.record_memory_snapshot(name, snapshot)
 
     # --- denoising ------------------------------------------------------------------------------
 
@@ -225,7 +227,8 @@ class SampleRunner:
                 del result
                 output = self._complete(admitted, running.index, output)
                 if output is not None:
-                    self._finalize(admitted, output)
+                    arguments = self._measured(admitted, output)
+                    self.worker._finalize_output_batch(**arguments, deferred=True)
         except Exception as error:
             output = failure(admitted.item, error)
         if output is not None:
@@ -242,16 +245,17 @@ class SampleRunner:
             yield
             self._stream.synchronize()
 
-    def _finalize(self, admitted: Admitted, output: OutputBatch) -> None:
+    def _measured(self, admitted: Admitted, output: OutputBatch) -> dict[str, Any]:
+        """What upstream's finalizing takes, at the end of the forward."""
         metrics = self.worker._iter_output_metrics(output)
+        self._record_memory("after_forward", metrics)
         for one in metrics:
             one.total_duration_ms = (time.monotonic() - admitted.start_time) * 1000
-        self.worker._finalize_output_batch(
+        return dict(
             output_batch=output,
             req=admitted.requests[0],
             save_output_paths=self._saver(admitted),
             output_metrics=metrics,
-            deferred=True,
         )
 
     def _finish_here(self, running: Running, answer: Answer) -> None:
@@ -273,21 +277,19 @@ class SampleRunner:
         output = self._complete(admitted, running.index, output)
         if output is None:
             return
-        output = self.worker._execute_forward_common(
-            admitted.requests[0],
-            forward_fn=lambda: output,
-            log_reqs=[],
-            return_req=False,
-            save_output_paths=self._saver(admitted),
-            error_context=label(admitted.item),
-            execution_start_time=admitted.start_time,
-            defer_finalize=not current_platform.is_cpu(),
-        )
-        finalize = self.worker.take_deferred_finalize()
-        if finalize is None:
-            answer(output)
-        else:
+        # not by the worker's own forward, which would reset the peak memory here
+        arguments = self._measured(admitted, output)
+        if not current_platform.is_cpu() and self.worker._can_defer_finalize(admitted.requests[0]):
+            done = torch.get_device_module().Event()
+            done.record()
+            finalize = partial(self.worker._finalize_deferred, **arguments, done_event=done)
             self.decodes.append(self._decoder.submit(_finalize_deferred, finalize, output, answer))
+            return
+        try:
+            self.worker._finalize_output_batch(**arguments, deferred=False)
+        except Exception as raised:
+            output = failure(admitted.item, raised)
+        answer(output)
 
     def agree_on_outcome(self, error: Exception | None) -> None:
         """All ranks go on together after stages that may have failed on one alone.
@@ -369,6 +371,8 @@ def failure(item: Any, error: Exception | str) -> OutputBatch:
     """The answer to an item that failed; the error is logged here."""
     raised = error if isinstance(error, Exception) else None
     logger.error("Error executing %s: %s", label(item), error, exc_info=raised)
+    if isinstance(error, torch.OutOfMemoryError):
+        logger.warning(OOM_MSG)
     # what a stage of the first rank alone raised is the cause of what every rank raises
     cause = f": {raised.__cause__}" if raised is not None and raised.__cause__ else ""
     return OutputBatch(error=f"Error executing {label(item)}: {error}{cause}")
