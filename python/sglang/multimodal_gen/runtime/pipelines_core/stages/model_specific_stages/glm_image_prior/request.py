@@ -116,8 +116,8 @@ def prepare(
     Args:
         processor: GLM-Image's, as transformers loads it.
         codebook: how many codes the DiT knows.
-        sampling: `sampling_of` the checkpoint; None draws at temperature 1 from all codes.
         context: most tokens of a prompt and its picture, or None where that is not known.
+        sampling: `sampling_of` the checkpoint; None draws at temperature 1 from all codes.
 
     Raises:
         PriorError: 400, for a source image that cannot be read or has a shape that the model
